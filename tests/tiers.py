@@ -51,7 +51,8 @@ DAILY = (
     "weights::test_request_in_flight_across_five_publishes_tells_truly_which_version_wrote_what",
     "weights::test_engine_that_holds_other_weights_is_taken_out_and_its_tensor_named_and_may_join_again",
     "vision_engine",
-    "routing::test_an_engine_tells",
+    "routing::test_every_family",
+    "routing::test_an_engine_tells_the_experts_of_every_token_that_it_read[qwen3",
     # ranks of Megatron
     "step",
     "policy",

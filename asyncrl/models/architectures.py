@@ -10,7 +10,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.models.families import FAMILIES, family_of
 from asyncrl.models.family import HF, Arguments, Family
 from asyncrl.models.parts import rotary
-from asyncrl.models.vision import REFUSED
 from asyncrl.routing import RoutingShape
 
 
@@ -43,6 +42,7 @@ def rope_axes(hf: HF) -> list[int] | None:
     return [pair % 3 if pair < 3 * section[pair % 3] else 0 for pair in range(sum(section))]
 
 
+INTERN = "SGLang 0.5.21 takes its images beside texts, not beside token ids, and rounds their pixels to bfloat16"
 CHUNKS = (
     "its layers attend within chunks of 8192 positions, or without rotation and with queries that grow with their "
     "position, and the trainer's packs know windows alone"
@@ -58,8 +58,12 @@ LACKS = {
     ),
     "Llama4ForCausalLM": CHUNKS,
     "Llama4ForConditionalGeneration": CHUNKS,
+    "InternVLChatModel": INTERN,
+    "InternVLForConditionalGeneration": INTERN,
+    "Gemma3ForConditionalGeneration": "tokens of an image attend to each other in both directions, which the trainer's "
+    "packs do not",
 }
-"""Why some families have no record."""
+"""Why some families have no record. Those of models that see stand in docs/vision.md, too."""
 
 
 # --- limits -------------------------------------------------------------------------------------------------
@@ -69,7 +73,7 @@ def check_architecture(hf: HF) -> None:
     """Raise ConfigError for models that trainer/model.py and weights/names.py do not support; `hf` is the folder's
     config.json."""
     name = (hf.get("architectures") or ["none named"])[0]
-    if why := {**REFUSED, **LACKS}.get(name):
+    if why := LACKS.get(name):
         remedy = f"It is not supported, because {why}. Supported architectures: {sorted(FAMILIES)}."
         raise ConfigError("model.path", name, remedy)
     family = family_of(hf)

@@ -122,7 +122,7 @@ def _make(name: str, folder: Path) -> None:
 
 
 def _run_writer(name: str, out: Path) -> None:
-    command = [sys.executable, "-m", "asyncrl.models", name, "--out", str(out)]
+    command = [sys.executable, "-m", "asyncrl.models", name, str(out)]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=WRITER_SECONDS

@@ -18,15 +18,11 @@ SAME = "the name of its HF tensor"
 # --- weights ------------------------------------------------------------------------------------------------
 
 
-def layer(
-    megatron: str, layout: Layout, *hf: str, engine: str | None = SAME, needs: str = "", layers: str = ""
-) -> WeightRow:
-    """Return a weight of each layer, or of each of one kind."""
+def layer(megatron: str, layout: Layout, *hf: str, engine: str = SAME, **more: Any) -> WeightRow:
+    """Return a weight of each layer, or of each of one kind; `more` are further fields of its row."""
     at = "model.layers.{layer}."
-    place = None if engine is None else at + (hf[0] if engine == SAME else engine)
-    return WeightRow(
-        f"decoder.layers.{{layer}}.{megatron}", layout, tuple(at + name for name in hf), place, needs, layers
-    )
+    place = at + (hf[0] if engine == SAME else engine)
+    return WeightRow(f"decoder.layers.{{layer}}.{megatron}", layout, tuple(at + name for name in hf), place, **more)
 
 
 def qkv(kind: str, needs: str = "") -> WeightRow:
@@ -119,8 +115,8 @@ LATENT_ATTENTION: Weights = (  # DeepSeek's; the query projection is low-rank in
 )
 MLP: Weights = gated("mlp", "mlp", layers="dense")
 ROUTER: Weights = (layer("mlp.router.weight", Layout.WHOLE, "mlp.gate.weight", layers="sparse"),)
-ROUTER_BIAS: Weights = changed(
-    (layer("mlp.router.expert_bias", Layout.WHOLE, "mlp.gate.e_score_correction_bias", layers="sparse"),), exact=True
+ROUTER_BIAS: Weights = (
+    layer("mlp.router.expert_bias", Layout.WHOLE, "mlp.gate.e_score_correction_bias", layers="sparse", exact=True),
 )
 EXPERTS: Weights = routed("mlp")
 SHARED = "moe_shared_expert_intermediate_size"
@@ -165,31 +161,22 @@ def softmax_router(*, normalized: bool) -> Arguments:
     return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not normalized}
 
 
-def _sigmoid_router(hf: HF) -> Arguments:
-    """Return the arguments of DeepSeek-V3's router: a bias that only affects the choice, groups of experts of which
-    each token can use some, and a scaled sum.
+def deepseek_experts(hf: HF) -> Arguments:
+    """Return the arguments of DeepSeek-V3's routed and shared experts, after some dense layers, and of their router: a
+    bias that only affects the choice, groups of experts of which each token can use some, and a scaled sum.
 
     arXiv 2412.19437, section 2.1.2. The bias is loaded and kept constant: it follows the load only in pre-training.
     """
-    grouped = hf.get("n_group", 1) > 1
+    inner, grouped = hf["moe_intermediate_size"], hf.get("n_group", 1) > 1
     return {
+        **experts(hf, count=hf["n_routed_experts"], inner=inner, dense=range(hf["first_k_dense_replace"])),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,
         "moe_router_num_groups": hf["n_group"] if grouped else None,
         "moe_router_group_topk": hf["topk_group"] if grouped else None,
         "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
-    }
-
-
-def deepseek_experts(hf: HF) -> Arguments:
-    """Return the arguments of routed and shared experts, after some dense layers."""
-    inner = hf["moe_intermediate_size"]
-    shared = hf["n_shared_experts"]
-    return {
-        **experts(hf, count=hf["n_routed_experts"], inner=inner, dense=range(hf["first_k_dense_replace"])),
-        **_sigmoid_router(hf),
-        "moe_shared_expert_intermediate_size": inner * shared if shared else None,
+        "moe_shared_expert_intermediate_size": inner * (hf["n_shared_experts"] or 0) or None,
     }
 
 

@@ -90,7 +90,6 @@ def write_random_model(
     Example: write_random_model(path, "qwen3", vocab=257, hidden=64, layers=2, heads=4, kv_heads=2,
                                 intermediate=128, tied=True, seed=0, dtype="bfloat16")
     """
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokens = dict(zip(("bos_token_id", "eos_token_id", "pad_token_id"), bos_eos_pad, strict=True))
@@ -106,20 +105,28 @@ def write_random_model(
         "tie_word_embeddings": tied,
     }
     config = AutoConfig.for_model(arch, **{**sizes, **OF_TYPE[arch].tiny, **(fields or {}), **tokens})
-    # The constructor draws weights, which are replaced below: keep the state of the caller's random generator.
-    with torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    save_random(model, folder, dtype, tokens, seed, spread)
+    save_random(AutoModelForCausalLM, config, folder, dtype, tokens, seed, spread)
 
 
 def save_random(
-    model: Any, folder: Path, dtype: str, tokens: Mapping[str, int | None], seed: int, spread: float
+    kind: Any, config: Any, folder: Path, dtype: str, tokens: Mapping[str, int | None], seed: int, spread: float
 ) -> None:
-    """Fill a model of transformers with random weights, and write it. `tokens` are the ids of its special tokens."""
+    """Write a model of transformers' class `kind` with random weights. `tokens` are the ids of its special tokens.
+
+    Every weight is drawn from one generator in the order of names, because a constructor's order may change. Norms get
+    the same noise around the constructor's values, so that a mapping that swaps two of them is detected.
+    """
     import torch
     from transformers import GenerationConfig
 
-    _fill(model, seed, spread)
+    with torch.random.fork_rng(devices=[]):  # the constructor draws, too: keep the state of the caller's generator
+        model = kind.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("_bias")]  # of routers
+    with torch.no_grad():
+        for name, weight in sorted([*model.named_parameters(), *biases], key=lambda item: item[0]):
+            mean = weight.flatten()[0].item() if NORM.search(name) else 0.0
+            weight.normal_(mean, spread, generator=generator)
     for weight in model.parameters():
         weight.data = weight.data.to(getattr(torch, dtype))  # buffers stay float32, as in published models
     model.config.dtype = dtype
@@ -127,22 +134,6 @@ def save_random(
     model.save_pretrained(folder)
     # safetensors creates files with mode 0600; the folder must follow the umask, like its other files.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
-
-
-def _fill(model: object, seed: int, spread: float) -> None:
-    """Draw every weight from one generator in the order of names, because a constructor's order may change.
-
-    Norms get the same noise around the constructor's values, so that a mapping that swaps two of them is detected.
-    """
-    import torch
-
-    assert isinstance(model, torch.nn.Module)
-    generator = torch.Generator().manual_seed(seed)
-    biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("_bias")]  # of routers
-    with torch.no_grad():
-        for name, weight in sorted([*model.named_parameters(), *biases], key=lambda item: item[0]):
-            mean = weight.flatten()[0].item() if NORM.search(name) else 0.0
-            weight.normal_(mean, spread, generator=generator)
 
 
 def write_tokenizer(

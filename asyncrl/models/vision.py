@@ -7,29 +7,19 @@ therefore the text model of the family that the config describes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
 from asyncrl.images import ImageShape
 from asyncrl.models.families import FAMILIES
+from asyncrl.models.family import HF
 
-HF = dict[str, Any]
 WHOLE = ("architectures", "model_type", "tie_word_embeddings", "dtype")
 """Fields that describe the whole model if both it and its text model have them."""
 
 
 TOWERS = {name: family.tower for name, family in FAMILIES.items() if family.tower}
 """The models that see, by architecture."""
-
-INTERN = "SGLang 0.5.21 takes its images beside texts, not beside token ids, and rounds their pixels to bfloat16"
-REFUSED = {
-    "InternVLChatModel": INTERN,
-    "InternVLForConditionalGeneration": INTERN,
-    "Gemma3ForConditionalGeneration": "tokens of an image attend to each other in both directions, which the trainer's "
-    "packs do not",
-}
-"""Why other models that see are not supported (docs/vision.md)."""
 
 
 def flat(hf: HF) -> HF:

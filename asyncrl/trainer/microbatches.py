@@ -39,11 +39,9 @@ def packs_of_rank(
     rounds = p.pp if trainer.virtual_pipeline > 1 else 1
     experts_cross_replicas = p.tp % (p.etp * p.ep) != 0
     limit, share = trainer.micro_batch_tokens, trainer.share_prompts
-    mine = assign_micro_batches(groups, p.dp, limit, costs, share=share, equal=experts_cross_replicas, rounds=rounds)[
-        p.dp_rank
-    ]
+    every = assign_micro_batches(groups, p.dp, limit, costs, share=share, equal=experts_cross_replicas, rounds=rounds)
     multiple = (p.tp if trainer.sequence_parallel else 1) * (trainer.fp8.row_multiple if trainer.fp8 else 1)
-    packs = [pack(batch or IDLE, share=share, multiple=multiple * p.cp) for batch in mine]
+    packs = [pack(batch or IDLE, share=share, multiple=multiple * p.cp) for batch in every[p.dp_rank]]
     if p.cp > 1:
         packs = [part(one, bounds_of(one, p.cp, multiple, costs), p.cp_rank) for one in packs]
     return [placed(one).to(p.device) for one in packs]
@@ -56,18 +54,22 @@ class PassOperations:
     token: float
     """The products of a token with all layer weights."""
     pair: float
-    """A token that attends to one other."""
+    """A token that attends to one other, in layers without windows."""
     row: float
     """A predicted token: the products with the vocabulary."""
+    near: float
+    """A token that attends to one other, in layers where it attends to the last `window` alone."""
+    window: int
 
     def of(self, pack: Pack, *, gradient: bool = True, frozen: bool = False) -> Tensor:
         """Return the operations of a pass over a pack, as a tensor on its device. A frozen base needs the gradients of
         activations, not of weights; its adapters are not counted."""
-        pairs = (pack.ends - torch.arange(pack.num_tokens, device=pack.ends.device)).sum()
+        pairs = (pack.ends - torch.arange(pack.num_tokens, device=pack.ends.device)).sum().double()
+        attention = self.pair * pairs + self.near * (pack.positions + 1).clamp(max=self.window).sum()
         products = self.token * pack.num_tokens + self.row * len(pack.table_rows)
         if not gradient:
-            return (products + self.pair * pairs.double()) / 3
-        return products * (2 / 3 if frozen else 1) + self.pair * pairs.double()
+            return (products + attention) / 3
+        return products * (2 / 3 if frozen else 1) + attention
 
 
 def operations_of(hf: dict[str, Any]) -> PassOperations:
@@ -77,17 +79,25 @@ def operations_of(hf: dict[str, Any]) -> PassOperations:
     element of a query and of a value, and two and a half times that backward, where the scores are recomputed (Dao,
     arXiv 2307.08691, section 4.1). Sharding divides all of it equally.
     """
-    family = megatron_arguments(hf)
+    family, hidden, layers = megatron_arguments(hf), hf["hidden_size"], hf["num_hidden_layers"]
+    sparse = sum(family.get("moe_layer_freq", ()))
+    local = sum(family.get("window_attn_skip_freq", ()))  # layers with windows
     attention, head = _attention_weights(hf)
-    weights = sum(attention + _mlp_weights(hf, family, layer) for layer in range(hf["num_hidden_layers"]))
-    pair = 7 * head * hf["num_attention_heads"] * hf["num_hidden_layers"]  # 2 x 3.5
-    return PassOperations(6 * weights, pair, 6 * hf["hidden_size"] * hf["vocab_size"])
+    inner = (layers - sparse) * hf["intermediate_size"]
+    if sparse:  # of the experts that a token is routed to, and of those that all share
+        shared = family.get("moe_shared_expert_intermediate_size") or 0
+        inner += sparse * (family["moe_router_topk"] * family["moe_ffn_hidden_size"] + shared)
+    pair = 7 * head * hf["num_attention_heads"]  # 2 x 3.5
+    weights = layers * attention + 3 * hidden * inner
+    window = family["window_size"][0] + 1 if local else 0
+    return PassOperations(6 * weights, pair * (layers - local), 6 * hidden * hf["vocab_size"], pair * local, window)
 
 
 def costs_of(hf: dict[str, Any]) -> Costs:
-    """Return the costs in units of one token's products with all layer weights."""
+    """Return the costs in units of one token's products with all layer weights, and with whole windows."""
     whole = operations_of(hf)
-    return Costs(pair=round(TOKEN * whole.pair / whole.token), row=round(TOKEN * whole.row / whole.token))
+    token = whole.token + whole.near * whole.window
+    return Costs(pair=round(TOKEN * whole.pair / token), row=round(TOKEN * whole.row / token))
 
 
 def _attention_weights(hf: dict[str, Any]) -> tuple[int, int]:
@@ -102,13 +112,3 @@ def _attention_weights(hf: dict[str, Any]) -> tuple[int, int]:
         return queries + keys + heads * value * hidden, query + value
     dims = dims_of(hf)
     return 2 * hidden * dims.head_dim * (heads + dims.kv_heads), 2 * dims.head_dim
-
-
-def _mlp_weights(hf: dict[str, Any], family: dict[str, Any], layer: int) -> int:
-    """Return the number of weights of one layer's MLP that a token uses: gate, up and down, of the experts it is routed
-    to."""
-    inner = hf["intermediate_size"]
-    if family.get("num_moe_experts") and family["moe_layer_freq"][layer]:
-        inner = family["moe_router_topk"] * family["moe_ffn_hidden_size"]
-        inner += family.get("moe_shared_expert_intermediate_size") or 0
-    return 3 * int(hf["hidden_size"] * inner)

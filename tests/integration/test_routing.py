@@ -22,6 +22,7 @@ from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.main import CONF
 from asyncrl.models import tiny_vision
 from asyncrl.models.architectures import routing_shape
+from asyncrl.models.families import FAMILIES
 from asyncrl.models.tiny import write_random_model
 from asyncrl.models.vision import flat
 from asyncrl.routing import RoutingShape, share_prompt
@@ -169,16 +170,28 @@ class Asking:
         return Trajectory(turns, reward)
 
 
-@pytest.fixture(scope="module")
-def engines_groups(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Group], int]:
+SERVED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"fields": {**EXPERTS, "num_experts_per_tok": 4, "num_experts": 16, "num_local_experts": 16}},
+    # a sigmoid with a bias that chooses, shared experts, and a dense layer, which has no experts to report
+    "glm4_moe": {"hidden": 64, "fields": {"n_routed_experts": 16, "moe_intermediate_size": 32}},
+}
+"""The families of which engines on CPUs report experts, with sizes that these serve."""
+
+
+def test_every_family_whose_experts_an_engine_on_a_cpu_reports_is_asked() -> None:
+    reporting = [family for family in FAMILIES.values() if family.has(".router.weight") and not family.tower]
+    told = {one.model_type for one in reporting if one.serving.reports_experts and one.serving.on_cpu}
+    assert told == SERVED.keys()
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def engines_groups(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Group], int]:
     """Return the folder of the model, the engine's groups, and the number of answers that were interrupted and
     continued."""
     folder = tmp_path_factory.mktemp("engine")
-    shape = write_model(
-        folder,
-        fields={**EXPERTS, "num_experts_per_tok": 4, "num_experts": 16, "num_local_experts": 16},
-        max_positions=256,
-    )
+    shape = write_model(folder, arch=request.param, max_positions=256, **SERVED[request.param])
     overrides = (f"model.path={folder / 'model'}", "algo.routing_replay=R3", "engine.dtype=float32")
     with engines(folder, *overrides, "engine.stream_interval=1") as started:
         addresses = started.addresses

@@ -25,6 +25,20 @@ def test_dense_model_by_hand() -> None:
     assert costs.row / TOKEN == pytest.approx(64 * 1000 / weights, rel=1e-4)
 
 
+def test_a_window_bounds_what_a_token_costs_in_its_layers() -> None:
+    windowed = {
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": 10,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    }
+    weights = 3 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 100)
+    pair = 4 * 32 * 7
+    token = 6 * weights + 2 * 10 * pair
+    costs = costs_of({**LLAMA, **windowed})
+    assert costs.pair / TOKEN == pytest.approx(pair / token, rel=1e-3)
+    assert costs.row / TOKEN == pytest.approx(6 * 64 * 1000 / token, rel=1e-3)
+
+
 def test_only_the_experts_that_a_token_meets_count() -> None:
     experts = {
         "architectures": ["Qwen3MoeForCausalLM"],

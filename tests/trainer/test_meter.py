@@ -75,6 +75,11 @@ def test_operations_are_counted_per_token_attended_pair_and_predicted_token() ->
     assert float(operations_of(hf).of(packed, gradient=False)) == expected / 3
     frozen = expected - 2 * weights * 5 - 2 * 8 * 50 * 4  # no gradients of weights
     assert float(operations_of(hf).of(packed, frozen=True)) == pytest.approx(frozen)
+    windowed = {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 2}
+    windowed |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    near = 1 + 2 * 4  # of the pairs, those that are in a window of two
+    fewer = expected - 7 * (2 * 4) * 2 * 2 * (pairs - near)
+    assert float(operations_of(hf | windowed).of(packed)) == fewer
 
 
 @pytest.mark.parametrize(

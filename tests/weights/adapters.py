@@ -17,8 +17,9 @@ RANK = 4
 EXPERT = re.compile(
     r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(?:(gate_proj|up_proj|w1|w3)|down_proj|w2)\.weight"
 )
-STACK = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj")
-LINEAR = re.compile(rf"model\.layers\..*(_proj|_proj_with_mqa|\.w[123])\.weight|{STACK.pattern}")
+LAYERS = r"model\.(language_model\.)?layers"  # of a text model, or inside one that sees
+STACK = re.compile(rf"{LAYERS}\.\d+\.mlp\.experts\.(gate_up|down)_proj")
+LINEAR = re.compile(rf"{LAYERS}\..*(_proj|_proj_with_mqa|\.w[123])\.weight|{STACK.pattern}")
 
 
 def lora(**changes: Any) -> LoraConfig:

@@ -187,17 +187,18 @@ def _attention(shape: Shape, layout: ParallelLayout, training: Training) -> floa
 
 
 def _mlp(shape: Shape, layout: ParallelLayout, training: Training, *, routed: bool) -> float:
-    """Return the numbers per token that an MLP keeps besides its input: gate, up and their product; of routed experts
-    the input that is copied for each, and the product also before it is scaled; of shared experts (Megatron's own MLP)
-    also the activated gate and what it multiplies."""
+    """Return the numbers per token that an MLP keeps besides its input: gate, up, what their activation keeps, and
+    their product; of routed experts the input that is copied for each, and the product also before it is scaled; of
+    shared experts (Megatron's own MLP) also the activated gate and what it multiplies."""
     t, rows, recompute = layout.tensor, layout.tensor if layout.sequence else 1, training.recompute
     product = int(training.keeps_input("down_proj"))  # the input of the last layer
     if recompute.drops("moe" if routed else "mlp"):
         return 0.0
     if not routed:
-        return (2 + product) * shape.inner / t
+        return (2 + shape.activating + product) * shape.inner / t
     copies, hidden = shape.chosen * layout.expert_tensor / rows, shape.hidden * training.keeps_input(*EXPERT_IN)
-    of_activation = (2 if recompute.drops("moe_act") else 3 + product) * shape.expert_inner / layout.expert_tensor
+    inner = 2 if recompute.drops("moe_act") else 3 + shape.activating + product
+    of_activation = inner * shape.expert_inner / layout.expert_tensor
     shared = 0 if recompute.drops("shared_experts") else (4 + product) * shape.shared_inner / t
     return copies * (hidden + of_activation) + shared
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from asyncrl.extensions.plan.tensors import TOWERS, Tensor, Weight
 from asyncrl.models.architectures import megatron_arguments
 from asyncrl.models.families import CHOOSES, family_of
+from asyncrl.models.family import Arguments
 from asyncrl.models.parts import rotary
 from asyncrl.models.vision import deepstack
 from asyncrl.parallel import PipelineSplit
@@ -70,6 +71,7 @@ class Shape:
     chosen: int = 0  # experts per token
     expert_inner: int = 0
     shared_inner: int = 0  # total width of the shared experts
+    activating: int = 0  # numbers per inner feature that an activation keeps besides gate and up
     cached: int = 0  # KV cache numbers per token and layer
     cache_heads: int = 1  # KV heads, sharded over tensor-parallel ranks and replicated if there are more ranks
     tower: int = 0  # parameters of the vision tower, which ranks of the first stage hold entirely
@@ -115,10 +117,21 @@ def shape_of(hf: dict[str, Any]) -> Shape:
         chosen=family.get("moe_router_topk", 0),
         expert_inner=family.get("moe_ffn_hidden_size", 0),
         shared_inner=family.get("moe_shared_expert_intermediate_size") or 0,
+        activating=_activating(family),
         cached=cached,
         cache_heads=parts,
         tower=tower_parameters(hf),
     )
+
+
+def _activating(arguments: Arguments) -> int:
+    """Return how many numbers per inner feature autograd keeps of what trainer/mlp.py computes between gate and up, and
+    their product. SiLU alone keeps none."""
+    activation, limited = arguments.get("activation_func", "silu"), "activation_func_clamp_value" in arguments
+    if activation == "silu" and not limited:
+        return 0
+    sigmoid = int(activation == "quick_gelu")
+    return 1 + sigmoid + 2 * limited  # the activated gate; gate and up within their limits
 
 
 class RankParameters(NamedTuple):

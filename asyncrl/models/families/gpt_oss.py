@@ -47,21 +47,18 @@ FAMILY = Family(
         layer("mlp.router.weight", Layout.WHOLE, "mlp.router.weight"),
         layer("mlp.router.bias", Layout.WHOLE, "mlp.router.bias"),
         *parts.stacked(Layout.INTERLEAVED_GATE_UP),
-        *parts.changed(
-            (
-                layer(
-                    f"{EXPERT}.linear_fc1.bias",
-                    Layout.INTERLEAVED_GATE_UP,
-                    "mlp.experts.gate_up_proj_bias",
-                    engine="mlp.experts.w13_weight_bias",
-                ),
-                layer(
-                    f"{EXPERT}.linear_fc2.bias",
-                    Layout.WHOLE,
-                    "mlp.experts.down_proj_bias",
-                    engine="mlp.experts.w2_weight_bias",
-                ),
-            ),
+        layer(
+            f"{EXPERT}.linear_fc1.bias",
+            Layout.INTERLEAVED_GATE_UP,
+            "mlp.experts.gate_up_proj_bias",
+            engine="mlp.experts.w13_weight_bias",
+            exact=True,
+        ),
+        layer(
+            f"{EXPERT}.linear_fc2.bias",
+            Layout.WHOLE,
+            "mlp.experts.down_proj_bias",
+            engine="mlp.experts.w2_weight_bias",
             exact=True,
         ),
     ),

@@ -1,6 +1,7 @@
 """Hunyuan 3 (Hy3): DeepSeek's experts with Qwen3's attention, under names of its own."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from asyncrl.models import parts
 from asyncrl.models.family import HF, Arguments, Family, Layout, Serving
@@ -35,21 +36,17 @@ def _not_served(hf: HF) -> Iterator[tuple[str, str]]:
         yield f"rope_type={kind}", "SGLang ignores how this model scales its positions: use another model."
 
 
+ROUTER: dict[str, Any] = {"layers": "sparse", "exact": True}
+
 FAMILY = Family(
     architecture="HYV3ForCausalLM",
     model_type="hy_v3",
     weights=(
         *parts.LLAMA,
         *parts.QK_NORM,
-        *parts.changed(
-            (layer("mlp.router.weight", Layout.WHOLE, "mlp.router.gate.weight", engine="mlp.gate.weight"),),
-            layers="sparse",
-            exact=True,
-        ),
+        layer("mlp.router.weight", Layout.WHOLE, "mlp.router.gate.weight", engine="mlp.gate.weight", **ROUTER),
         *parts.EXPERTS,
-        *parts.changed(
-            (layer("mlp.router.expert_bias", Layout.WHOLE, "mlp.expert_bias"),), layers="sparse", exact=True
-        ),
+        layer("mlp.router.expert_bias", Layout.WHOLE, "mlp.expert_bias", **ROUTER),
         *parts.gated("mlp.shared_experts", "mlp.shared_mlp", parts.SHARED, "sparse"),
         *parts.MTP,
     ),

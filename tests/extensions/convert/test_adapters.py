@@ -11,12 +11,14 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.errors import AsyncRLError, WeightsError
 from asyncrl.extensions.convert.adapters import PeftFolder
 from asyncrl.extensions.convert.cli import main
+from asyncrl.models import tiny_vision
 from asyncrl.models.families import OF_TYPE
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.peft import write_peft
@@ -24,7 +26,7 @@ from asyncrl.weights.peft_config import parsed, user_config
 from tests.extensions.convert.models import changed, described, refused, rewritten
 from tests.fakes import tiny_config
 from tests.weights.adapters import RANK, adapters, loaded, logits, lora, merged
-from tests.weights.models import MODELS, tensors, written
+from tests.weights.models import MODELS, as_published, tensors, written
 
 ADAPTED = [name for name, (kind, *_) in MODELS.items() if OF_TYPE[kind].adapters]
 
@@ -100,6 +102,31 @@ def test_a_pattern_that_backtracks_forever_is_refused(llama: Path, monkeypatch: 
     assert opened.rank_of("model.layers.0.self_attn.q_proj") == 4
     with pytest.raises(WeightsError, match=r"the pattern '\(a\|aa\)\+_' was not matched with a{60} within 0\.1 s"):
         opened.rank_of("a" * 60)
+
+
+def test_adapters_of_stacked_experts_inside_a_model_that_sees_are_merged_as_peft_does(tmp_path: Path) -> None:
+    """Those of Qwen3-VL-MoE, whose vision tower keeps its bytes."""
+    model, out = tmp_path / "hf", tmp_path / "merged"
+    tiny_vision.write(model, "qwen3_vl_moe", spread=0.15)
+    as_published(model, "qwen3_vl_moe")
+    adapter = adapter_of(model, only="(q|o|gate_up|down)_proj")
+    assert main(["merge", str(model), str(adapter), str(out)]) == 0
+
+    def computed(folder: Path, *adapters: Path) -> torch.Tensor:
+        sees = AutoModelForImageTextToText.from_pretrained(folder, experts_implementation="eager").eval()
+        for one in adapters:
+            sees = PeftModel.from_pretrained(sees, one)
+        return logits(sees)
+
+    assert (computed(out) - computed(model)).abs().max() > 0.01
+    torch.testing.assert_close(computed(out), computed(model, adapter), atol=2e-5, rtol=0)
+    before, after = described(model), described(out)
+    assert before.keys() == after.keys()
+    changed_names = {name for name in before if before[name] != after[name]}
+    ends = {name.rpartition("layers.")[2].partition(".")[2] for name in changed_names}
+    of_experts = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    assert ends == of_experts | {"self_attn.q_proj.weight", "self_attn.o_proj.weight"}
+    assert len(changed_names) == 4 * 2
 
 
 def test_merged_weights_keep_their_dtype(llama: Path) -> None:
