@@ -13,7 +13,6 @@ from typing import Any
 from asyncrl import jsonl
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.extension import Planned
 from asyncrl.launch import precision, resume
 from asyncrl.launch.checks.engines import attached_dtype, check_attached, check_gpu_kinds, run_key
 from asyncrl.launch.checks.machines import check_devices, check_platforms
@@ -57,8 +56,6 @@ class Preparation:
         self.origin: Resume | None = None
         """The checkpoint that the run resumes from."""
         self.chosen = Precision(config)
-        self.planned: Planned | None = None
-        """The settings that were chosen for a run with cluster.plan."""
         self.lora = ""
         """How versions of a run with LoRA reach the engines, and why."""
 
@@ -107,8 +104,7 @@ class Preparation:
         if not self.config.cluster.plan or self.imagined:
             return
         self.cluster.probe(self.config)
-        self.planned = first(self.config, "cluster.plan", lambda hooks: hooks.plan(self))
-        self.config = self.planned.config
+        self.config = first(self.config, "cluster.plan", (hooks.plan(self) for hooks in self.hooks))
         self.chosen = Precision(self.config)
 
     def place(self) -> None:
@@ -184,14 +180,11 @@ class Preparation:
         """Return lines for the console about what was chosen, and those of extensions."""
         chosen = [choice.line() for choice in self.chosen.choices]
         more = [line for hooks in self.hooks for line in hooks.notes(self)]
-        planned = self.planned.lines() if self.planned else []
-        return [*chosen, *more, *([f"weights.lora {self.lora}"] if self.lora else []), *planned]
+        return [*chosen, *([f"weights.lora {self.lora}"] if self.lora else []), *more]
 
     def begins(self) -> None:
         """Write to the run folder what was chosen, machine.json with the dtypes, and what extensions keep there."""
         choices = {choice.part: {"dtype": choice.dtype, "why": choice.why} for choice in self.chosen.choices}
         jsonl.replace(self.run_dir / MACHINE, {"dtype": choices})
-        if self.planned:
-            self.planned.write(self.run_dir)
         for hooks in self.hooks:
             hooks.begins(self)

@@ -52,7 +52,6 @@ def _all(prepared: Preparation) -> Iterator[Finding]:
     yield from refused(prepared.files, "task")
     yield from refused(partial(check_attached, prepared.config, prepared.key), "engine.urls")
     yield from refused(prepared.plan, "cluster.plan")
-    yield from (ok("cluster.plan", line) for line in (prepared.planned.lines() if prepared.planned else ()))
     yield from refused(prepared.place, "cluster")
     config = prepared.config
     if not prepared.imagined:
