@@ -42,23 +42,6 @@ if TYPE_CHECKING:
     from asyncrl.weights.checksum import SentWeights
 
 
-class Planned(Protocol):
-    """The settings that were chosen for a run with cluster.plan."""
-
-    @property
-    def config(self) -> Config:
-        """The run with these settings."""
-        ...
-
-    def lines(self) -> list[str]:
-        """Return what the console and --check say of them."""
-        ...
-
-    def write(self, run_dir: Path) -> None:
-        """Keep them in the run folder, where a resumed run finds them."""
-        ...
-
-
 class Pilot(Protocol):
     """What changes a run in progress, with cluster.elastic."""
 
@@ -146,11 +129,12 @@ class OfferedMode:
 
 
 class LaunchHooks:
-    """What an extension does in the launcher of a run. The methods stand in the order of their calls. From `refuse` to
-    `begins` one object is asked, by launch/prepare.py; the others may be called on a new one each time."""
+    """What an extension does in the launcher of a run. The methods stand in the order of their calls. For `plan`, and
+    from `refuse` to `begins`, one object is asked, by launch/prepare.py; the others may be called on a new one each
+    time."""
 
-    def plan(self, preparation: Preparation) -> Planned | None:
-        """Choose the settings of a run with cluster.plan; None if this extension plans nothing. Called before machines
+    def plan(self, preparation: Preparation) -> Config | None:
+        """Return the settings of a run with cluster.plan; None if this extension plans nothing. Called before machines
         are assigned, at each start and with --check, until one answers. Raises ConfigError."""
         return None
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, reduce
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.errors import ConfigError
-from asyncrl.extension import Extension, LaunchHooks, StepListener
+from asyncrl.extension import Extension, StepListener
 from asyncrl.settings import Section
 from asyncrl.user_code import load
 
@@ -107,11 +107,10 @@ def install_in_engine(argv: Sequence[str]) -> None:
         kind(kind.Settings()).engine().install(argv)
 
 
-def first(config: Config, field: str, ask: Callable[[LaunchHooks], T | None]) -> T:
-    """Return what the first extension answers in the launcher. Raises ConfigError for the field that needs an answer if
-    none has one."""
-    for one in active(config).values():
-        if (answer := ask(one.launch())) is not None:
+def first(config: Config, field: str, answers: Iterable[T | None]) -> T:
+    """Return the first answer of an extension. Raises ConfigError for the field that needs one if there is none."""
+    for answer in answers:
+        if answer is not None:
             return answer
     value: Any = reduce(getattr, field.split("."), config)
     raise ConfigError(field, value, NOBODY)

@@ -15,7 +15,6 @@ from typing import Any
 from asyncrl import jsonl
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.extension import Planned
 from asyncrl.launch import precision, resume
 from asyncrl.launch.checks.machines import check_devices, check_gpu_kinds, check_platforms
 from asyncrl.launch.checks.model import check_model
@@ -62,8 +61,6 @@ class Preparation:
         self.origin: Resume | None = None
         """The checkpoint that the run resumes from."""
         self.chosen = Precision(config)
-        self.planned: Planned | None = None
-        """The settings that were chosen for a run with cluster.plan."""
         self.lora = ""
         """How versions of a run with LoRA reach the engines, and why."""
 
@@ -111,8 +108,7 @@ class Preparation:
         if not self.config.cluster.plan or not self.cluster.here:
             return
         self.cluster.probe(self.config)
-        self.planned = first(self.config, "cluster.plan", lambda hooks: hooks.plan(self))
-        self.config = self.planned.config
+        self.config = first(self.config, "cluster.plan", (hooks.plan(self) for hooks in self.hooks))
         self.chosen = Precision(self.config)
 
     def place(self) -> None:
@@ -176,14 +172,11 @@ class Preparation:
         """Return lines for the console about what was chosen, and those of extensions."""
         chosen = [choice.line() for choice in self.chosen.choices]
         more = [line for hooks in self.hooks for line in hooks.notes(self)]
-        planned = self.planned.lines() if self.planned else []
-        return [*chosen, *more, *([f"weights.lora {self.lora}"] if self.lora else []), *planned]
+        return [*chosen, *([f"weights.lora {self.lora}"] if self.lora else []), *more]
 
     def begins(self) -> None:
         """Write to the run folder what was chosen, machine.json with the dtypes, and what extensions keep there."""
         choices = {choice.part: {"dtype": choice.dtype, "why": choice.why} for choice in self.chosen.choices}
         jsonl.replace(self.run_dir / MACHINE, {"dtype": choices})
-        if self.planned:
-            self.planned.write(self.run_dir)
         for hooks in self.hooks:
             hooks.begins(self)

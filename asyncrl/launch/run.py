@@ -240,7 +240,7 @@ def supervise(
     pilot = None
     if config.cluster.elastic != "off":
         facts = config, run_dir, addresses, prepared.placement, cluster
-        pilot = first(config, "cluster.elastic", lambda hooks: hooks.pilot(*facts))
+        pilot = first(config, "cluster.elastic", (hooks.pilot(*facts) for hooks in prepared.hooks))
     policy = restart_policy(run_dir, addresses, specs, cluster.has, timeline=config.metrics.timeline)
     registry = Registry(run_dir)
     registry.clear()

@@ -109,21 +109,24 @@ def test_misspelt_option_or_field_is_answered_with_the_nearest(word: str, near: 
 
 
 @pytest.mark.parametrize(
-    ("argument", "message"),
+    ("arguments", "message"),
     [
         ("rollout.max_stalenes=1", "rollout.max_staleness"),
         ("engine.speculative=ngram", "engine.speculative'. It was removed: speculative decoding is set by"),
         ("actor_rollout_ref.actor.clip_ratio=0.2", "docs/coming_from.md says what settings of verl"),
         ("rollout.nothing_like_it=1", "asyncrl-train --help all lists every field"),
         ("rollout.lead=9", "rollout.lead: got 9. Must not exceed rollout.max_staleness (2)"),
-        ("model.path=/no/such/folder", "model.path: got '/no/such/folder'"),
+        ("task=copy model.path=/no/such/folder", "model.path: got '/no/such/folder'"),
         ("experiment=nothing", "nothing"),
-        ("model.chat_template=/no/such.jinja", "model.chat_template: got '/no/such.jinja'. There is no such file"),
-        ("task.name=no_such_dataset", "task.name / task.params: got ('no_such_dataset'"),
+        (
+            "task=copy model.chat_template=/no/such.jinja",
+            "model.chat_template: got '/no/such.jinja'. There is no such file",
+        ),
+        ("task=copy task.params.digits=99", "task.params.digits: got 99"),
     ],
 )
-def test_wrong_setting_exits_with_2_one_message_and_no_folder(argument: str, message: str, tmp_path: Path) -> None:
-    done = command(argument, cwd=tmp_path)
+def test_wrong_setting_exits_with_2_one_message_and_no_folder(arguments: str, message: str, tmp_path: Path) -> None:
+    done = command(*arguments.split(), cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr

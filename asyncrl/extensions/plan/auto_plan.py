@@ -87,25 +87,9 @@ class Devices:
         return f"{self.machines * self.gpus} {self.gpu} GPUs"
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run with its plan."""
-
-    config: Config
-    plan: RunPlan
-
-    def lines(self) -> list[str]:
-        """Return the plan for the console."""
-        return self.plan.lines()
-
-    def write(self, run_dir: Path) -> None:
-        """Write plan.json."""
-        self.plan.write(run_dir)
-
-
-def plan_run(preparation: Preparation) -> PlannedRun:
-    """Choose the settings that cluster.plan leaves to the launcher or a file, as in the run that is resumed. Raises
-    ConfigError."""
+def plan_run(preparation: Preparation) -> tuple[Config, RunPlan]:
+    """Choose the settings that cluster.plan leaves to the launcher or a file, as in the run that is resumed, and return
+    the run with them, and its plan. Raises ConfigError."""
     config, arguments = preparation.config, preparation.arguments
     plan = recorded(config, preparation.run_dir)
     if not plan and config.cluster.plan not in (None, "auto"):
@@ -114,7 +98,7 @@ def plan_run(preparation: Preparation) -> PlannedRun:
         preparation.find("model")
         hf, folder = preparation.read("model"), preparation.folders["model"]
         plan = make(config, arguments, folder, hf, _devices(preparation, hf))
-    return PlannedRun(applied(config, plan.overrides, kept(arguments, plan.overrides)), plan)
+    return applied(config, plan.overrides, kept(arguments, plan.overrides)), plan
 
 
 def _devices(preparation: Preparation, hf: dict[str, Any]) -> Devices:

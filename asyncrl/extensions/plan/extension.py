@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from asyncrl.config import Config
+    from asyncrl.extensions.plan.auto_plan import RunPlan
     from asyncrl.extensions.plan.estimate import Estimate
     from asyncrl.launch.checks.findings import Finding
     from asyncrl.launch.cluster import Cluster
@@ -30,6 +31,7 @@ class PlanHooks(extension.LaunchHooks):
         """Create the hooks of a run that has not been checked."""
         self._checked = False
         self._expected: Estimate | None = None
+        self._plan: RunPlan | None = None
 
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
         """Estimate the duration of the run, and check memory and disks."""
@@ -38,6 +40,7 @@ class PlanHooks(extension.LaunchHooks):
         from asyncrl.launch.checks.findings import ok, refused
 
         self._checked = True
+        yield from (ok("cluster.plan", line) for line in (self._plan.lines() if self._plan else ()))
         models = preflight.models_of(prepared)
         if prepared.is_placed and "model" in models:
             yield from refused(partial(self._estimate, prepared), "task")
@@ -46,24 +49,27 @@ class PlanHooks(extension.LaunchHooks):
         yield from preflight.check_room(prepared, models)
 
     def notes(self, prepared: Preparation) -> list[str]:
-        """Return the estimate for the console."""
+        """Return the estimate and the plan for the console."""
         from asyncrl.extensions.plan.forecast import in_words
 
         if not self._checked:
             self._estimate(prepared)
-        return [in_words(self._expected)] if self._expected else []
+        return [*([in_words(self._expected)] if self._expected else []), *(self._plan.lines() if self._plan else [])]
 
     def begins(self, prepared: Preparation) -> None:
-        """Add the estimate to machine.json."""
+        """Write plan.json, and add the estimate to machine.json."""
         from asyncrl.extensions.plan import forecast
 
+        if self._plan:
+            self._plan.write(prepared.run_dir)
         forecast.write(prepared.run_dir, self._expected)
 
-    def plan(self, preparation: Preparation) -> extension.Planned:
+    def plan(self, preparation: Preparation) -> Config:
         """Choose the settings that cluster.plan leaves open."""
         from asyncrl.extensions.plan.auto_plan import plan_run
 
-        return plan_run(preparation)
+        config, self._plan = plan_run(preparation)
+        return config
 
     def pilot(
         self, config: Config, run_dir: Path, addresses: Addresses, placement: Placement, cluster: Cluster

@@ -41,7 +41,6 @@ def require(prepared: Preparation) -> None:
 def _all(prepared: Preparation) -> Iterator[Finding]:
     yield from refused(prepared.files, "task")
     yield from refused(prepared.plan, "cluster.plan")
-    yield from (ok("cluster.plan", line) for line in (prepared.planned.lines() if prepared.planned else ()))
     yield from refused(prepared.place, "cluster")
     config = prepared.config
     if prepared.cluster.here:

@@ -16,10 +16,12 @@ from asyncrl.extensions.cpu.probe import Rates
 from asyncrl.extensions.plan import auto_plan
 from asyncrl.extensions.plan.auto_plan import Devices, RunPlan, applied, devices_of, kept, make, recorded
 from asyncrl.extensions.plan.cli import main
-from asyncrl.extensions.plan.extension import Plans
+from asyncrl.extensions.plan.extension import PlanHooks, Plans
 from asyncrl.extensions.plan.summary import plan_figures, planned_line
+from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.machine import Gpu, MachineFacts
 from asyncrl.launch.placement import Node, imagined, place
+from asyncrl.launch.prepare import Preparation
 from asyncrl.models import catalog
 from scripts import sizes
 from tests.fakes import tiny_config
@@ -37,6 +39,13 @@ def machines(count: int, gpus: int, kind: tuple[str, int] = H100) -> Devices:
 
 def cores(count: int) -> Devices:
     return Devices(rates=Rates("host", "a CPU", SPEEDS, SPEEDS, count, 2.0))
+
+
+class Unprobed(Cluster):
+    """This machine, about which nothing is asked."""
+
+    def probe(self, config: Config) -> None:
+        pass
 
 
 @pytest.fixture
@@ -234,3 +243,21 @@ def test_a_file_that_holds_no_plan_is_refused(content: str, tmp_path: Path) -> N
         ConfigError, match=r"cluster\.plan: got .*Set auto, or name a file that asyncrl-plan --json wrote"
     ):
         auto_plan.of_file(str(tmp_path / "plan.json"))
+
+
+def test_the_run_gets_the_planned_settings_and_its_folder_and_console_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"samples_per_s": 2.0, "trainer_busy": 0.5, "staleness_mean": 1.0, "binds": "engine"}
+    chosen, plan = tiny_config(**{"rollout.batch_groups": 3}), RunPlan("1 GPU", ["rollout.batch_groups=3"], row)
+    monkeypatch.setattr(auto_plan, "plan_run", lambda preparation: (chosen, plan))
+    monkeypatch.setattr(PlanHooks, "_estimate", lambda self, prepared: None)
+    page = tmp_path / "plan.json"
+    page.touch()
+    config = tiny_config(**{"cluster.plan": str(page)})
+    prepared = Preparation(config, tmp_path, Unprobed(config))
+    prepared.plan()
+    assert prepared.config is chosen
+    assert [line for line in prepared.notes() if line in plan.lines()] == plan.lines()
+    prepared.begins()
+    assert json.loads(page.read_text())["overrides"] == ["rollout.batch_groups=3"]
