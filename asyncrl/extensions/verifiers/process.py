@@ -93,7 +93,7 @@ class Launch:
         """Ask a worker of its own for the agents and tasks of the environment. Raises ConfigError."""
 
         async def told() -> dict[str, Any]:
-            worker, found = await Worker.start(self, None, "")
+            worker, found = await HubWorker.start(self, None, "")
             await worker.close()
             return found
 
@@ -101,7 +101,7 @@ class Launch:
             return beside.submit(asyncio.run, told()).result()
 
 
-class Worker(AnsweringProcess):
+class HubWorker(AnsweringProcess):
     """A worker that plays."""
 
     def __init__(
@@ -111,7 +111,7 @@ class Worker(AnsweringProcess):
         self._stdin, self._lines = stdin, lines
 
     @classmethod
-    async def start(cls, launch: Launch, url: str | None, secret: str) -> tuple[Worker, dict[str, Any]]:
+    async def start(cls, launch: Launch, url: str | None, secret: str) -> tuple[HubWorker, dict[str, Any]]:
         """Start a worker, and wait until it is ready. Returns also what it tells of the environment. Without a url it
         ends then. Raises ConfigError."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -25,7 +25,7 @@ from asyncrl.config import TaskConfig
 from asyncrl.errors import AsyncRLError, ConfigError, EpisodeFailed
 from asyncrl.extensions.proxy.agents import ThroughTheProxy
 from asyncrl.extensions.verifiers.extension import FIGURES
-from asyncrl.extensions.verifiers.process import Launch, Worker
+from asyncrl.extensions.verifiers.process import HubWorker, Launch
 from asyncrl.schema import Generate, Prompt, Trajectory
 from asyncrl.tasks import Question, Task
 from asyncrl.user_code import announce, check_arguments
@@ -78,7 +78,7 @@ class EpisodesElsewhere(ThroughTheProxy):
         super().__init__(how.tool_format, "127.0.0.1", 0)
         self._how, self._keys = how, keys
         self._starting = asyncio.Lock()
-        self._worker: Worker | None = None
+        self._worker: HubWorker | None = None
 
     async def start(self) -> None:
         """Start the proxy and the worker. Raises ConfigError."""
@@ -104,13 +104,13 @@ class EpisodesElsewhere(ThroughTheProxy):
                 FIGURES[f"{kind}/{name}"].append(value)
         return trajectory
 
-    async def _living(self) -> Worker:
+    async def _living(self) -> HubWorker:
         """Return the worker, after starting it if there is none that lives. Raises EpisodeFailed if one that had worked
         cannot be started again, and ConfigError for the first."""
         async with self._starting:
             if not (self._worker and self._worker.alive):
                 try:
-                    worker, told = await Worker.start(self._how, self._proxy.base_url, self._proxy.secret)
+                    worker, told = await HubWorker.start(self._how, self._proxy.base_url, self._proxy.secret)
                     if [task["key"] for task in told["tasks"]] != self._keys:
                         await worker.close()
                         remedy = "Its tasks are others each time that it is loaded: give its taskset a seed."
