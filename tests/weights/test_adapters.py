@@ -445,7 +445,7 @@ class Residency(RuleBasedStateMachine):
         self.playing: dict[Ticket, int | None] = {}
         self.evaluated: int | None = None
         self.evaluated_before = False
-        self.left, self.without = set[str](), set[str]()  # what is in engines alone, and the engines without it
+        self.left, self.without = set[str](), set[str]()  # what trainers cannot give again, and the engines without it
         self.saved: list[int] = []
         self._begin()
 
@@ -538,7 +538,9 @@ class Residency(RuleBasedStateMachine):
         version, names = self.buffer.version, sorted(self._named([self.buffer.version + 1]))
         for engine in self.servers.engines.values():
             engine.held |= dict.fromkeys(data.draw(st.lists(st.sampled_from(names))), True)
-        self.left = {name for engine in self.servers.engines.values() for name in engine.held} - self._named([version])
+        had = {adapter.name for adapter in self.publisher._live.values()}  # every engine may have lost them, too
+        held = {name for engine in self.servers.engines.values() for name in engine.held}
+        self.left = (had | held) - self._named([version])
         self.without |= {url for url, engine in self.servers.engines.items() if not engine.label.isdigit()}
         self.servers.fleet.close()
         self.servers.start_trainers()
