@@ -2,7 +2,8 @@
 
     python scripts/bench_recovery.py [--quick] [SETTING=VALUE ...]
 
-A rank of two is killed at the same step of two runs of the tiny experiment with real engines. In one of them the
+The last rank, by default of two, is killed at the same step of two runs of the tiny experiment with real engines. Other
+layouts: trainer.data_parallel=1 trainer.tensor_parallel=2 trainer.pipeline_parallel=2. In one of them the
 trainers start again (cluster.on_death=recover), the other ends and is resumed by the same command. It prints
 one line of JSON:
 
@@ -73,10 +74,9 @@ def wait_for_step(run_dir: Path, step: int) -> float:
 
 
 def kill(run: subprocess.Popen[bytes]) -> None:
-    """Kill rank 1."""
-    for child in psutil.Process(run.pid).children():
-        if "asyncrl.trainer" in child.cmdline() and child.environ().get("RANK") == "1":
-            os.kill(child.pid, signal.SIGKILL)
+    """Kill the last rank."""
+    trainers = [child for child in psutil.Process(run.pid).children() if "asyncrl.trainer" in child.cmdline()]
+    os.kill(max(trainers, key=lambda child: int(child.environ()["RANK"])).pid, signal.SIGKILL)
 
 
 def measure(folder: Path, every: int, killed_at: int, last: int, settings: list[str]) -> dict[str, Any]:

@@ -279,3 +279,94 @@ def test_trainers_that_are_out_of_memory_go_on_with_smaller_micro_batches(tmp_pa
     assert "out of memory 2 times: trainer.micro_batch_tokens=96 instead of 192" in found
     assert json.loads((run_dir / "summary.json").read_text())["recoveries"] == 2
     assert [step["version"] for step in lines(run_dir / "metrics.jsonl")] == list(range(1, 7))
+
+
+DIES = """
+import os
+import signal
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from asyncrl.extension import Extension, TrainerHooks
+
+MOMENTS = {5: "batch", 9: "forward", 13: "backward", 17: "optimizer", 21: "gather", 25: "update", 27: "checkpoint"}
+
+
+class Gathered:
+    def __init__(self, weights, dies):
+        self._weights, self._dies = weights, dies
+
+    def __getattr__(self, name):
+        return getattr(self._weights, name)
+
+    def stream(self, **options):
+        for number, one in enumerate(self._weights.stream(**options)):
+            if number == 2:
+                self._dies("gather")
+            yield one
+
+
+class Hooks(TrainerHooks):
+    def __init__(self):
+        self.version = 0
+        register_optimizer_step_pre_hook(lambda *_: self.dies("optimizer"))
+
+    def dies(self, moment):
+        if MOMENTS.get(self.version) != moment:
+            return
+        try:
+            os.close(os.open(f"died-{moment}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def before_update(self, batch):
+        self.version = batch.version
+        self.dies("batch")
+        return ()
+
+    def loss(self, losses, logprobs, rows):
+        self.dies("forward")
+        if logprobs.requires_grad:
+            logprobs.register_hook(lambda _: self.dies("backward"))
+        return losses
+
+    def after_update(self, version):
+        self.dies("update")
+        return {}
+
+    def sent(self, weights):
+        return Gathered(weights, self.dies)
+
+    def state(self):
+        self.dies("checkpoint")
+        return None
+
+
+class Dies(Extension):
+    def trainer(self, policy):
+        return Hooks()
+"""
+"""An extension by which a rank dies once at each moment of a step; in a checkpoint after every fourth one."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "layout",
+    [[], ["trainer.tensor_parallel=2", "trainer.pipeline_parallel=2"]],
+    ids=["one rank", "tp2-pp2"],
+)
+def test_rank_that_dies_at_any_moment_of_a_step_is_not_to_be_seen(layout: list[str], tmp_path: Path) -> None:
+    """At most three deaths come within ten steps: a fourth would end the run."""
+    run_dir, steps = tmp_path / "run", 30
+    (tmp_path / "planted.py").write_text(DIES)
+    settings = [*layout, f"run.max_steps={steps}", "+extensions.planted=planted:Dies", "cluster.max_restarts=100"]
+    with start(run_dir, *RECOVERS, *settings) as run:
+        code, text = finish(run, run_dir)
+    assert code == 0, text
+    died = sorted(file.name.removeprefix("died-") for file in tmp_path.glob("died-*"))
+    assert died == ["backward", "batch", "checkpoint", "forward", "gather", "optimizer", "update"]
+    assert json.loads((run_dir / "summary.json").read_text())["recoveries"] == len(died)
+    print("\n".join(told(run_dir)))
+    check_books(run_dir, steps)
+    check_replay(run_dir, tmp_path, f"run.max_steps={steps}", *layout)

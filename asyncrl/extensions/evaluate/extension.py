@@ -39,13 +39,6 @@ class EvaluateSettings(Section):
     model in the run folder. (A checkpoint of a run may be named as model.path itself.)"""
 
 
-def settings_of(config: Config) -> EvaluateSettings:
-    """Return the section."""
-    section = (config.model_extra or {})[MODE]
-    assert isinstance(section, EvaluateSettings)
-    return section
-
-
 def asked(config: Config) -> dict[str, Any]:
     """Return the settings that decide what is asked and how answers are scored."""
     every = json.loads(config.model_dump_json())
@@ -93,7 +86,7 @@ class EvaluateLaunch(extension.LaunchHooks):
     def begins(self, prepared: Preparation) -> None:
         """Make the model of a checkpoint or an adapter. The engines load the result."""
         config = prepared.config
-        source, adapter = checkpoint(config), settings_of(config).adapter
+        source, adapter = checkpoint(config), (config.model_extra or {})[MODE].adapter
         if config.mode != MODE or not (source or adapter):
             return
         try:
@@ -121,8 +114,8 @@ class EvaluatePlayer(extension.PlayerHooks):
 
     def sampling(self, config: Config) -> Mapping[str, Any]:
         """Return what is set."""
-        own = config.mode == MODE
-        return settings_of(config).model_dump(include={"top_p", "top_k"}, exclude_none=True) if own else {}
+        settings: EvaluateSettings = (config.model_extra or {})[MODE]
+        return settings.model_dump(include={"top_p", "top_k"}, exclude_none=True) if config.mode == MODE else {}
 
 
 class Evaluate(extension.Extension):

@@ -36,8 +36,8 @@ from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.schema import Prompt, Trajectory
 
 RECONCILE_SECONDS = 2.0
-Key = tuple[str, int, str]
-"""Set, index and identity of a question: a set may hold the same one several times."""
+KEY = ("set", "index", "question")
+"""Fields that tell the answers to a question from others: a set may hold the same one several times."""
 
 
 class Evaluator:
@@ -51,10 +51,10 @@ class Evaluator:
         self._file = parts.run.run_dir / ANSWERS
         self._answered = self._read()
 
-    def _read(self) -> dict[Key, dict[str, Any]]:
+    def _read(self) -> dict[tuple[Any, ...], dict[str, Any]]:
         """Return what an earlier process wrote, and write it anew without what is not complete."""
         _, *records = Tail(self._file)() or [{}]
-        known = {(one["set"], one["index"], one["question"]): one for one in records if not failed(one)}
+        known = {tuple(one[name] for name in KEY): one for one in records if not failed(one)}
         lines = [{"settings": asked(self._run.config)}, *known.values()]
         jsonl.replace_text(self._file, "".join(json.dumps(line) + "\n" for line in lines))
         return known
@@ -62,14 +62,13 @@ class Evaluator:
     async def ask_all(self) -> bool:
         """Ask every question that has no answer. Return whether all have one now: a run that is asked to stop ends with
         those that it has."""
-        left = [
-            (name, prompt)
+        stop, server = self._run.run_dir / STOP, self._parts.server
+        running = {
+            asyncio.create_task(self._ask(name, prompt))
             for name, prompts in self.sets.items()
             for prompt in prompts
             if key(name, prompt) not in self._answered
-        ]
-        stop, server = self._run.run_dir / STOP, self._parts.server
-        running = {asyncio.create_task(self._ask(name, prompt)) for name, prompt in left}
+        }
         while running and not stop.exists():
             server.starting = f"the answers to {len(running)} questions"
             done, running = await asyncio.wait(running, timeout=1.0, return_when=asyncio.FIRST_EXCEPTION)
@@ -81,8 +80,8 @@ class Evaluator:
 
     async def _ask(self, name: str, prompt: Prompt) -> None:
         greedy, *samples = [self._told(name, one) for one in await self._parts.evaluations.ask(prompt)]
-        record = {"set": name, "index": prompt.index, "question": identity(prompt)}
-        self._answered[key(name, prompt)] = record = {**record, "greedy": greedy, "samples": samples}
+        own = key(name, prompt)
+        self._answered[own] = record = {**dict(zip(KEY, own, strict=True)), "greedy": greedy, "samples": samples}
         jsonl.append(self._file, record)
 
     def _told(self, name: str, attempt: Attempt) -> dict[str, Any]:
@@ -124,17 +123,12 @@ class Evaluator:
         jsonl.replace(self._run.run_dir / "summary.json", summary)
 
 
-def identity(prompt: Prompt) -> str:
-    """Return what tells a question from others, whatever the model: a hash of its messages and images."""
+def key(name: str, prompt: Prompt) -> tuple[str, int, str]:
+    """Return what answers to a question of this set are kept by: whatever the model, a hash of messages and images."""
     hashed = hashlib.sha256(msgspec.json.encode(prompt.question.get("messages", prompt.index)))
     for image in prompt.images:
         hashed.update(image)
-    return hashed.hexdigest()[:16]
-
-
-def key(name: str, prompt: Prompt) -> Key:
-    """Return what answers are kept by."""
-    return name, prompt.index, identity(prompt)
+    return name, prompt.index, hashed.hexdigest()[:16]
 
 
 def failed(question: dict[str, Any]) -> list[str]:

@@ -14,6 +14,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -32,21 +34,71 @@ LAST_LINES, LAST_CHARACTERS = 8, 4000
 END_SECONDS = 2.0
 
 
-class Host:
+class AnsweringProcess:
+    """A process that answers numbered requests, several at a time. Those that are open when it ends fail."""
+
+    def __init__(self, child: ChildProcess, printed: OutputTail) -> None:
+        self._child, self._printed = child, printed
+        self._serial = itertools.count()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._end: EpisodeFailed | None = None
+        self.alive = True
+        """Whether it takes requests."""
+        self._listening = asyncio.create_task(self._listen())
+
+    @contextmanager
+    def _asking(self) -> Iterator[tuple[int, asyncio.Future[Any]]]:
+        """Give a request its number, and the answer to wait for. Raises EpisodeFailed if the process has ended."""
+        if not self.alive:
+            raise self._end or EpisodeFailed("environment_died", "its process has ended")
+        answer = self._asked[number := next(self._serial)] = asyncio.get_running_loop().create_future()
+        try:
+            yield number, answer
+        finally:
+            self._asked.pop(number, None)
+            answer.cancel()
+
+    def _settle(self, number: int, value: Any) -> None:
+        """Pass an answer, or why there is none, to its caller, if it still waits."""
+        answer = self._asked.get(number)
+        if answer is None or answer.done():
+            return
+        answer.set_exception(value) if isinstance(value, EpisodeFailed) else answer.set_result(value)
+
+    def _retire(self, why: EpisodeFailed | None) -> None:
+        """Take no further requests. Without a reason, how the process ends is the reason."""
+        if self.alive:
+            self.alive, self._end = False, why
+
+    async def _answers(self) -> EpisodeFailed | None:
+        """Settle requests until the stream ends. Returns what is wrong with an answer that cannot be read."""
+        raise NotImplementedError
+
+    async def _listen(self) -> None:
+        """Take answers until the process ends, and tell those who still wait why."""
+        self._retire(await self._answers())
+        status = await self._child.end()
+        if self._end is None:
+            await asyncio.wait({self._printed.ended}, timeout=END_SECONDS)  # another process may hold the pipe
+            printed = self._printed.last_lines(LAST_LINES, LAST_CHARACTERS)
+            said = f"; its last output:\n{printed}" if printed else ""
+            self._end = EpisodeFailed("environment_died", f"its process {describe(status)}{said}")
+        self._child.close()
+        for number in list(self._asked):
+            self._settle(number, self._end)
+
+
+class Host(AnsweringProcess):
     """One host process."""
 
     def __init__(
         self, child: ChildProcess, printed: OutputTail, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self._child, self._printed, self._reader, self._writer = child, printed, reader, writer
-        self._serial = itertools.count()
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        super().__init__(child, printed)
+        self._reader, self._writer = reader, writer
         self._writing = asyncio.Lock()
-        self._end = EpisodeFailed("environment_died")
-        self.alive = True
         self.living = 0
         """Environments in this process."""
-        self._listening = asyncio.create_task(self._listen())
 
     @classmethod
     async def start(cls) -> Host:
@@ -77,76 +129,52 @@ class Host:
     async def call(self, env: int, method: str, *arguments: Any, seconds: float, limit: str) -> Any:
         """Call a method of an environment and return its result. Raises EpisodeFailed. `limit` names the setting that
         bounds the seconds."""
-        try:
-            data = framed([number := next(self._serial), env, method, list(arguments)])
-        except (TypeError, OverflowError) as error:
-            raise EpisodeFailed("environment_error", f"its arguments cannot be sent to its process: {error}") from None
-        if not self.alive:
-            raise self._end
-        answer = self._asked[number] = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.timeout(seconds):
-                async with self._writing:
-                    self._writer.write(data)
-                    await self._writer.drain()
-                return await answer
-        except TimeoutError:
-            failed = EpisodeFailed("environment_timeout", f"{method} did not return within {seconds:g} s ({limit})")
-            self._kill(EpisodeFailed("environment_died", "another environment in its process hung"))
-            raise failed from None
-        except ConnectionError:
-            await asyncio.wait({self._listening})  # until the listener has set the reason
-            raise self._end from None
-        finally:
-            self._asked.pop(number, None)
-            answer.cancel()
+        with self._asking() as (number, answer):
+            try:
+                data = framed([number, env, method, list(arguments)])
+            except (TypeError, OverflowError) as error:
+                problem = f"its arguments cannot be sent to its process: {error}"
+                raise EpisodeFailed("environment_error", problem) from None
+            try:
+                async with asyncio.timeout(seconds):
+                    async with self._writing:
+                        self._writer.write(data)
+                        await self._writer.drain()
+                    return await answer
+            except TimeoutError:
+                failed = EpisodeFailed("environment_timeout", f"{method} did not return within {seconds:g} s ({limit})")
+                self._kill(EpisodeFailed("environment_died", "another environment in its process hung"))
+                raise failed from None
+            except ConnectionError:
+                return await answer  # it fails when the listener knows how the process has ended
 
     async def close(self) -> None:
         """Stop the process, and wait until it has ended."""
         self._kill(EpisodeFailed("environment_died", "its process was ended"))
         await asyncio.wait({self._listening}, timeout=END_SECONDS)
 
-    async def _listen(self) -> None:
-        """Pass every answer to the call that waits for it, until the stream ends."""
-        why = EpisodeFailed("environment_died", "")
+    async def _answers(self) -> EpisodeFailed | None:
         try:
             while True:
                 answer = await received(self._reader, OVERSIZED)
-                self._settle(*msgspec.convert(answer, tuple[int, str, Any]))
+                number, outcome, value = msgspec.convert(answer, tuple[int, str, Any])
+                if outcome != VALUE:
+                    reason, detail, retry = value
+                    value = EpisodeFailed(reason, detail, retry=retry)
+                self._settle(number, value)
         except OversizedMessage as error:
-            why = EpisodeFailed("environment_oversized", str(error))
+            return EpisodeFailed("environment_oversized", str(error))
         except (msgspec.DecodeError, ValueError) as error:
-            why = EpisodeFailed("environment_garbage", f"its process sent an invalid answer: {error}")
+            return EpisodeFailed("environment_garbage", f"its process sent an invalid answer: {error}")
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the stream has ended, because the process has ended or is about to
-        self._kill(why)
-        status = await self._child.end()
-        if not why.detail:
-            await asyncio.wait({self._printed.ended}, timeout=END_SECONDS)  # another process may hold the pipe
-            printed = self._printed.last_lines(LAST_LINES, LAST_CHARACTERS)
-            said = f"; its last output:\n{printed}" if printed else ""
-            self._end = EpisodeFailed("environment_died", f"its process {describe(status)}{said}")
-        self._writer.close()
-        self._child.close()
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(self._end)
-
-    def _settle(self, number: int, outcome: str, value: Any) -> None:
-        answer = self._asked.get(number)
-        if answer is None or answer.done():
-            return  # its caller no longer waits
-        if outcome == VALUE:
-            answer.set_result(value)
-        else:
-            reason, detail, retry = value
-            answer.set_exception(EpisodeFailed(reason, detail, retry=retry))
+            return None  # the process has ended, or is about to
+        finally:
+            self._writer.close()
 
     def _kill(self, why: EpisodeFailed) -> None:
         """Kill the process and everything that it started."""
-        if self.alive:
-            self.alive, self._end = False, why
-            self._child.kill()
+        self._retire(why)
+        self._child.kill()
 
 
 class HostedEnv:

@@ -2,12 +2,14 @@
 
 Every request has the whole history (`store: false`, as Codex does it): the proxy keeps no responses. Functions may
 stand in a namespace, and in items of type additional_tools, as those of Codex' default models do. The model knows one
-in a namespace as NAMESPACE__NAME, and the client gets both names back.
+in a namespace as NAMESPACE__NAME, and the client gets both names back. A custom tool, whose input is a text, is to the
+model a function of one text.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +26,8 @@ _IGNORED |= {"client_metadata"}  # Codex's
 _KINDS = {"input_text", "output_text", "text", "refusal"}
 _SAID = {"content", "tool_calls"}
 _MORE_TOOLS = "additional_tools"
+_CUSTOM = "custom_tool_call"
+_OF_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _OWN_NAMESPACE = "functions"
 """Namespace that Codex gives to functions without one."""
 
@@ -48,7 +52,7 @@ def as_chat(body: Body) -> Body:
     if tools := [tool for tool, _ in _functions(body).values()]:
         chat["tools"] = tools
     choice = body.get("tool_choice")
-    if isinstance(choice, dict) and choice.get("type") == "function":
+    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
         choice = {"type": "function", "function": {"name": _shown(choice)}}
     return chat | ({} if choice is None else {"tool_choice": choice})
 
@@ -65,8 +69,9 @@ def _messages(given: Any) -> Iterator[Message]:
         kind = item.get("type", "message")
         if kind == _MORE_TOOLS:
             continue
-        if kind == "function_call":
-            call = {"name": _shown(item), "arguments": item.get("arguments") or ""}
+        if kind in ("function_call", _CUSTOM):
+            written = json.dumps({"input": item.get("input")}) if kind == _CUSTOM else item.get("arguments") or ""
+            call = {"name": _shown(item), "arguments": written}
             said.setdefault("role", "assistant")
             said.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": call})
         elif kind == "reasoning":
@@ -89,7 +94,7 @@ def _other(item: Message, kind: str, place: int) -> Message:
     if kind == "message":
         role = "system" if item.get("role") == "developer" else item.get("role")
         return {"role": role, "content": _content(item.get("content"), place)}
-    if kind == "function_call_output":
+    if kind in ("function_call_output", f"{_CUSTOM}_output"):
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"), place)}
     remedy = "Must be of type message, function_call, function_call_output or reasoning."
     raise bad_field(f"input[{place}].type", kind, remedy)
@@ -140,10 +145,16 @@ def _flat(tools: Sequence[Any], namespace: str | None = None) -> Iterator[tuple[
             yield from _flat(tools_of(tool), name)
         elif kind == "function" and isinstance(name, str):
             yield tool, {"name": name} | ({} if namespace is None else {"namespace": namespace})
+        elif kind == "custom" and isinstance(name, str):
+            form = tool.get("format")
+            given = [tool.get("description"), form.get("definition") if isinstance(form, dict) else None]
+            told = "\n\n".join(str(text) for text in given if text)  # what it does, and the grammar of its text
+            function = {"description": told, "parameters": _OF_TEXT}
+            yield function, {"type": _CUSTOM, "name": name} | ({} if namespace is None else {"namespace": namespace})
         else:
-            told = {"type": kind, "name": name} if kind else tool
-            remedy = "Must be a function, alone or in a namespace: the model has no tools of a provider. Turn it off."
-            raise bad_field("tools", told, remedy)
+            shown = {"type": kind, "name": name} if kind else tool
+            remedy = "Must be a function or a custom tool: the model has no tools of a provider. Turn it off."
+            raise bad_field("tools", shown, remedy)
 
 
 def _shown(names: Message) -> Any:
@@ -196,7 +207,12 @@ def _items(choice: ResponseChoice, functions: Mapping[Any, tuple[Message, Messag
     for call in said.get("tool_calls", []):
         told = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call["id"], "status": status}
         _, names = functions.get(call["function"]["name"], ({}, {}))
-        yield told | call["function"] | names
+        item = told | call["function"] | names
+        if item["type"] == _CUSTOM:
+            arguments = item.pop("arguments")
+            text = json.loads(arguments).get("input")
+            item["input"] = text if isinstance(text, str) else arguments  # the tool tells the model what is wrong
+        yield item
 
 
 def events(answer: ApiResponse, body: Body) -> bytes:
@@ -225,6 +241,9 @@ def events(answer: ApiResponse, body: Body) -> bytes:
             found.append(("response.function_call_arguments.delta", {**at, "delta": written}))
             done = {**at, "name": item["name"], "arguments": written}
             found.append(("response.function_call_arguments.done", done))
+        elif item["type"] == _CUSTOM:
+            found.append(("response.custom_tool_call_input.delta", {**at, "delta": item["input"]}))
+            found.append(("response.custom_tool_call_input.done", {**at, "input": item["input"]}))
         found.append(("response.output_item.done", {"output_index": index, "item": item}))
     found.append((f"response.{told['status']}", {"response": told}))
     return b"".join(
@@ -236,6 +255,7 @@ def _begun(item: dict[str, Any]) -> dict[str, Any]:
     empty: dict[str, dict[str, Any]] = {
         "message": {"content": []},
         "function_call": {"arguments": ""},
+        _CUSTOM: {"input": ""},
         "reasoning": {"content": []},
     }
     status = {} if item["type"] == "reasoning" else {"status": "in_progress"}

@@ -43,7 +43,7 @@ class Sft(extension.Extension):
         if config.mode != MODE:
             return
         kinds = [task.kind for task in config.mixture.values()]
-        sets = sorted(config.eval.sets)
+        sets, roles = sorted(config.eval.sets), sorted(config.agents.roles)
         no_part = "It is no part of the loss: set 0."
         of_model = "The loss is that of the model's own distribution: set 1.0."
         no_engine = "No engine runs: hold out rows with task.eval_file, and ask questions with mode=evaluate."
@@ -57,12 +57,7 @@ class Sft(extension.Extension):
             ("algo.aggregation", algo.aggregation == "constant", "Set token or sequence."),
             ("algo.routing_replay", algo.routing_replay != "none", "No engine routes: set none."),
             ("eval.sets", sets, bool(sets), no_engine),
-            (
-                "agents.roles",
-                sorted(config.agents.roles),
-                bool(config.agents.roles),
-                "Rows have no roles: remove them.",
-            ),
+            ("agents.roles", roles, bool(roles), "Rows have no roles: remove them."),
         ]
         for field, *shown, broken, remedy in rules:
             if broken:

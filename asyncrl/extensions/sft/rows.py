@@ -131,7 +131,9 @@ class ChatRows(FileTask):
     def conversation(self, index: int) -> tuple[list[Message], list[Message]]:
         """Return the messages of a row, with the system message, and the tools."""
         row = self._rows[index]
-        return [*self._head, *map(_without_nothing, self._conversation(row))], list(row.get("tools") or [])
+        said = self._conversation(row)  # tables fill fields with nothing, because other rows have them
+        found = [{name: value for name, value in message.items() if value is not None} for message in said]
+        return [*self._head, *found], list(row.get("tools") or [])
 
     def named(self, index: int) -> str:
         """Return the name of a row in messages: its number in its own file or split."""
@@ -166,11 +168,6 @@ def _check_rendered(texts: Any, where: str) -> None:
     if not good or not texts or len(texts) % 2:
         remedy = f"{where} has {texts!r:.80}: it must be a list of context and trained text, alternately."
         raise ConfigError("task.train_file", RENDERED, remedy)
-
-
-def _without_nothing(message: Message) -> Message:
-    """Return a message without the fields that tables fill with nothing, because other rows have them."""
-    return {name: value for name, value in message.items() if value is not None}
 
 
 def _called(message: Message) -> list[str] | None:

@@ -75,8 +75,7 @@ class VerifiersPlayer(extension.PlayerHooks):
 
     def take_sums(self) -> dict[str, tuple[float, float]]:
         """Return sums and counts since the last call."""
-        found: dict[str, tuple[float, float]]
-        found = {name: (fsum(values), len(values)) for name, values in sorted(FIGURES.items())}
+        found = {name: (fsum(values), float(len(values))) for name, values in sorted(FIGURES.items())}
         FIGURES.clear()
         return found
 

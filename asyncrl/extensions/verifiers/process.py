@@ -9,7 +9,6 @@ leaves        nothing: the process ends when its stdin does, and it has a proces
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import re
@@ -21,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.child import ChildProcess, OutputTail, describe
-from asyncrl.errors import AsyncRLError, ConfigError, EpisodeFailed
+from asyncrl.child import ChildProcess, OutputTail
+from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.extensions.hosting.hosted import AnsweringProcess
 from asyncrl.extensions.proxy.programs import LAST_CHARACTERS, LAST_LINES, reaching
 from asyncrl.extensions.verifiers import envs
 
@@ -93,7 +93,7 @@ class Launch:
         """Ask a worker of its own for the agents and tasks of the environment. Raises ConfigError."""
 
         async def told() -> dict[str, Any]:
-            worker, found = await Running.start(self, None, "")
+            worker, found = await HubWorker.start(self, None, "")
             await worker.close()
             return found
 
@@ -101,124 +101,65 @@ class Launch:
             return beside.submit(asyncio.run, told()).result()
 
 
-class Running:
+class HubWorker(AnsweringProcess):
     """A worker that plays."""
 
-    def __init__(self, child: ChildProcess, stdin: asyncio.StreamWriter, printed: OutputTail) -> None:
-        self._child, self._stdin, self._printed = child, stdin, printed
-        self._numbers = itertools.count()
-        self._open: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._ended: EpisodeFailed | None = None
-        self._listening: asyncio.Task[None] | None = None
+    def __init__(
+        self, child: ChildProcess, printed: OutputTail, stdin: asyncio.StreamWriter, lines: asyncio.StreamReader
+    ) -> None:
+        super().__init__(child, printed)
+        self._stdin, self._lines = stdin, lines
 
     @classmethod
-    async def start(cls, launch: Launch, url: str | None, secret: str) -> tuple[Running, dict[str, Any]]:
+    async def start(cls, launch: Launch, url: str | None, secret: str) -> tuple[HubWorker, dict[str, Any]]:
         """Start a worker, and wait until it is ready. Returns also what it tells of the environment. Without a url it
         ends then. Raises ConfigError."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         child = ChildProcess(launch.argv(), env=launch.variables(secret), **pipes)
         async with child.ended_on_error():
-            worker = cls(child, await child.writer(), await child.tail("stderr"))
-            worker._stdin.write(launch.first_line(url))
+            printed, stdin = await child.tail("stderr"), await child.writer()
+            stdin.write(launch.first_line(url))
             lines = await child.reader(line=MOST_BYTES)
             try:
                 async with asyncio.timeout(launch.start_timeout):
-                    first = await lines.readline()
-                    if not first:
-                        await worker._printed.ended
+                    if not (first := await lines.readline()):
+                        await printed.ended
             except TimeoutError:
                 remedy = "Its worker was not ready by then."
                 raise ConfigError("task.params.start_timeout", launch.start_timeout, remedy) from None
-            told = launch.ready(first, worker._said())
-            worker._listening = asyncio.create_task(worker._listen(lines))
-            return worker, told
-
-    @property
-    def alive(self) -> bool:
-        """Return whether it can play."""
-        return self._ended is None
+            told = launch.ready(first, printed.last_lines(LAST_LINES, LAST_CHARACTERS))
+            return cls(child, printed, stdin, lines), told
 
     async def play(self, task: int, session: str) -> dict[str, Any]:
         """Return what the worker tells of an episode. Raises EpisodeFailed when it dies."""
-        if self._ended:
-            raise self._ended
-        number = next(self._numbers)
-        self._open[number] = told = asyncio.get_running_loop().create_future()
-        try:
+        with self._asking() as (number, answer):
             self._send({"play": number, "task": task, "session": session})
-            return await told
-        except asyncio.CancelledError:
-            if self.alive:
-                self._send({"cancel": number})
-            raise
-        finally:
-            self._open.pop(number, None)
+            try:
+                told: dict[str, Any] = await answer
+                return told
+            except asyncio.CancelledError:
+                if self.alive:
+                    self._send({"cancel": number})
+                raise
 
     async def close(self) -> None:
         """Let the worker end what it started, then kill it."""
-        self._ended = self._ended or EpisodeFailed("environment_died", "its worker was ended")
+        self._retire(EpisodeFailed("environment_died", "its worker was ended"))
         with suppress(ConnectionError):
             self._stdin.close()
         await self._child.wait(END_SECONDS)
         self._child.kill()
-        if self._listening:  # a process that left the worker's group may hold its pipe
-            await asyncio.wait({self._listening}, timeout=2 * END_SECONDS)
+        await asyncio.wait({self._listening}, timeout=2 * END_SECONDS)  # what left its group may hold its pipe
 
     def _send(self, message: dict[str, Any]) -> None:
         with suppress(ConnectionError):  # the listener tells of its death
             self._stdin.write(json.dumps(message).encode() + b"\n")
 
-    def _said(self) -> str:
-        return self._printed.last_lines(LAST_LINES, LAST_CHARACTERS)
-
-    async def _listen(self, lines: asyncio.StreamReader) -> None:
-        """Pass what is told to those who wait for it, until the process ends."""
-        why: EpisodeFailed | None = None
+    async def _answers(self) -> EpisodeFailed | None:
         try:
-            while (line := await lines.readline()).endswith(b"\n"):  # a worker that dies may leave half a line
+            while (line := await self._lines.readline()).endswith(b"\n"):  # a worker that dies may leave half a line
                 told = json.loads(line)
-                waiting = self._open.get(told["played"])
-                if waiting and not waiting.done():
-                    waiting.set_result(told)
+                self._settle(told["played"], told)
         except (ValueError, KeyError, TypeError) as error:
-            why = EpisodeFailed("environment_garbage", f"its worker wrote an invalid line: {error!r}")
-        status = await self._child.end()
-        await asyncio.wait({self._printed.ended}, timeout=END_SECONDS)  # a process that left the group may hold it
-        said = f"; its last lines:\n{self._said()}" if self._said() else ""
-        self._ended = why or self._ended or EpisodeFailed("environment_died", f"its worker {describe(status)}{said}")
-        self._child.close()
-        for waiting in self._open.values():
-            if not waiting.done():
-                waiting.set_exception(EpisodeFailed(self._ended.reason, self._ended.detail))
-
-
-class RestartedWorker:
-    """The worker of one environment in this process, which is started again when it has died."""
-
-    def __init__(self, launch: Launch, keys: list[str]) -> None:
-        self._launch, self._keys = launch, keys
-        self._starting = asyncio.Lock()
-        self._running: Running | None = None
-
-    async def running(self, url: str, secret: str) -> Running:
-        """Return the worker, after starting it if there is none that lives. Raises EpisodeFailed if one that had worked
-        cannot be started again, and ConfigError for the first."""
-        async with self._starting:
-            if not (self._running and self._running.alive):
-                try:
-                    running, told = await Running.start(self._launch, url, secret)
-                    if [task["key"] for task in told["tasks"]] != self._keys:
-                        await running.close()
-                        remedy = "Its tasks are others each time that it is loaded: give its taskset a seed."
-                        raise ConfigError("task.name", self._launch.env, remedy)
-                    self._running = running
-                except (AsyncRLError, OSError) as error:
-                    if not self._running:
-                        raise
-                    raise EpisodeFailed("environment_died", f"its worker cannot be started again: {error}") from error
-            return self._running
-
-    async def close(self) -> None:
-        """End it."""
-        if self._running:
-            await self._running.close()
+            return EpisodeFailed("environment_garbage", f"its worker wrote an invalid line: {error!r}")
+        return None

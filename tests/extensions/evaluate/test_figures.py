@@ -13,8 +13,15 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import RecordError
-from asyncrl.extensions.evaluate.compare import compared
-from asyncrl.extensions.evaluate.figures import differences, figures, final_answer, interval, majority, values
+from asyncrl.extensions.evaluate.figures import (
+    compared,
+    differences,
+    figures,
+    final_answer,
+    interval,
+    majority,
+    values,
+)
 from asyncrl.extensions.view.inspection.cli import main
 
 

@@ -118,10 +118,44 @@ def test_loop_of_tools_over_responses_is_one_sample(
     assert len(played.samples()) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("written", "text"), [({"input": "a\nb"}, "a\nb"), ({"patch": 1}, '{"patch": 1}')])
+def test_custom_tool_is_to_the_model_a_function_of_one_text(
+    proxy: Proxy, runner: asyncio.Runner, stream: bool, written: Any, text: str
+) -> None:
+    """Codex' apply_patch is one. A call without that text gets to the tool, which says what is wrong."""
+    form = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
+    patch: Any = {"type": "custom", "name": "apply_patch", "description": "Patch.", "format": form}
+
+    async def agent(base_url: str, key: str) -> list[Any]:
+        async with AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+            history: list[Any] = [user("1")]
+            for _ in range(2):
+                asked: Any = {"model": "m", "input": history, "tools": [patch], "store": False}
+                if stream:
+                    async with client.responses.stream(**asked) as events:
+                        answer = await events.get_final_response()
+                else:
+                    answer = await client.responses.create(**asked)
+                history += [item.model_dump() for item in answer.output]
+                if answer.output[-1].type == "custom_tool_call":
+                    call = answer.output[-1]
+                    history.append({"type": "custom_tool_call_output", "call_id": call.call_id, "output": "6"})
+            return [(call.name, call.input), answer.output_text]
+
+    call = json.dumps({"name": "apply_patch", "arguments": written})
+    found, played = on(proxy, runner, says(f"<tool_call>{call}</tool_call>", "6"), agent)
+    assert found == [("apply_patch", text), "6"]
+    assert len(played.samples()) == (1 if text == written.get("input") else 2)
+    (function,) = responses_api.as_chat({"input": "1", "tools": [patch]})["tools"]
+    assert function["function"]["description"] == "Patch.\n\nstart: /a/"
+    assert function["function"]["parameters"]["required"] == ["input"]
+
+
 def test_tools_of_a_provider_are_refused_by_name_and_so_are_two_of_one_name(
     proxy: Proxy, runner: asyncio.Runner
 ) -> None:
-    patch = {"type": "custom", "description": "x" * 300, "name": "apply_patch", "format": {"type": "grammar"}}
+    shell = {"type": "local_shell", "description": "x" * 300, "name": "shell"}
     other = {**FUNCTION, "parameters": {}}
 
     async def main() -> None:
@@ -130,7 +164,7 @@ def test_tools_of_a_provider_are_refused_by_name_and_so_are_two_of_one_name(
             AsyncOpenAI(base_url=proxy.base_url, api_key=session.key, max_retries=0) as client,
         ):
             for tools, problem in (
-                ([more_tools(namespace("functions", patch))], "'custom', 'name': 'apply_patch'.*Turn it off"),
+                ([more_tools(namespace("functions", shell))], "'local_shell', 'name': 'shell'.*Turn it off"),
                 ([more_tools({"type": "tool_search"})], "'tool_search'.*Turn it off"),
                 ([more_tools(namespace("a", namespace("b", FUNCTION)))], "'namespace', 'name': 'b'"),
                 ([more_tools(namespace("a", FUNCTION)), more_tools(namespace("a", other))], "a__add.*Two tools"),

@@ -193,9 +193,8 @@ def test_episode_that_is_given_up_leaves_the_worker_to_the_others() -> None:
 
 
 def pid(agent: EpisodesElsewhere) -> int:
-    running = agent._worker._running
-    assert running
-    return running._child.pid
+    assert agent._worker
+    return agent._worker._child.pid
 
 
 @pytest.mark.usefixtures("fakes")
@@ -206,7 +205,7 @@ def test_no_worker_outlives_its_run(how: str) -> None:
     async def ends() -> int:
         if how == "killed":
             assert alive(pid(task.agent))
-            task.agent._worker._running._stdin.close()  # type: ignore[union-attr]  # as when this process dies
+            task.agent._worker._stdin.close()  # type: ignore[union-attr]  # as when this process dies
             await dead(pid(task.agent))
         return pid(task.agent)
 

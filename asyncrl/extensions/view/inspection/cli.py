@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _compare(options: argparse.Namespace) -> None:
     """Print which of two evaluations is better. Raises AsyncRLError if nothing is installed that makes any."""
     try:
-        from asyncrl.extensions.evaluate.compare import compared
+        from asyncrl.extensions.evaluate.figures import compared
     except ModuleNotFoundError:
         raise AsyncRLError("--compare needs the extension `evaluate`, which is not installed here") from None
     if not (options.compare and options.other):
