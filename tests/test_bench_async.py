@@ -20,7 +20,7 @@ def test_modes_of_a_large_model_publish_as_long_as_computed(staging: str, second
 
 
 @pytest.mark.parametrize("name", ["bound 4, stream", "bound 4, full", "bound 4, overlap"])
-def test_trainer_fills_buckets_beside_generating_engines_which_pause_for_the_rest(name: str) -> None:
+def test_trainer_fills_buckets_beside_generating_engines(name: str) -> None:
     mode, plain = BY_NAME[name], BY_NAME["bound 4"].setting(5, SCALE)
     setting = mode.setting(5, SCALE)
     assert setting.train_fixed - plain.train_fixed == pytest.approx(mode.fill / SCALE)

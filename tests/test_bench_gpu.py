@@ -38,7 +38,7 @@ def test_part_that_fails_is_reported_and_the_rest_goes_on(tmp_path: Path, capsys
     assert Results(tmp_path, {}).path != results.path  # what was measured is never overwritten
 
 
-def test_what_was_measured_is_written_before_the_next_part_begins(tmp_path: Path) -> None:
+def test_measurements_are_written_before_the_next_part(tmp_path: Path) -> None:
     results = Results(tmp_path, {})
     file = repr(str(results.path))
     reads = f"import json; print(json.dumps({{'seen': len(json.load(open({file}))['parts'])}}))"
@@ -62,7 +62,7 @@ def test_file_of_something_else_is_refused(tmp_path: Path) -> None:
         passed(tmp_path / "other.json")
 
 
-def test_part_that_hangs_ends_at_its_deadline_with_all_that_it_started(tmp_path: Path) -> None:
+def test_hanging_part_ends_with_all_it_started(tmp_path: Path) -> None:
     child = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
     began = time.monotonic()
     outcome = execute(python("hangs", child, deadline=1.0), tmp_path / "log")

@@ -113,7 +113,7 @@ def test_status_in_words(status: int | None, words: str) -> None:
 SAID = [{"text": "\u00e9", "data": b"\x00\n", "numbers": [1, 0.5, None]}, [], "x" * 100_000]
 
 
-def test_a_child_reads_whole_messages_and_ends_with_one_that_was_cut_off() -> None:
+def test_child_reads_whole_messages_and_ends_with_a_cut_one() -> None:
     sent = b"".join(map(framed, SAID))
     assert list(messages(io.BytesIO(sent))) == SAID
     for cut in (1, 3, 70_000):

@@ -77,18 +77,18 @@ def refusal(**changes: Any) -> ConfigError:
     ("name", "remedy"),
     [("sampling_params", "rollout.stop"), ("rid", "asyncrl sets it"), ("stream", "asyncrl sets it")],
 )
-def test_fields_of_requests_that_would_be_replaced_in_silence_are_refused(name: str, remedy: str) -> None:
+def test_request_fields_that_would_be_replaced_are_refused(name: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=rf"engine.request_fields.{name}: got .*{remedy}"):
         tiny_config(**{"engine.request_fields": {name: {"stop": "x"}}})
 
 
-def test_fields_of_requests_that_sglang_does_not_know_are_refused() -> None:
+def test_request_fields_unknown_to_sglang_are_refused() -> None:
     check_request_fields(tiny_config(**{"engine.request_fields": {"return_routed_experts": True, "priority": 1}}))
     with pytest.raises(ConfigError, match=r"engine.request_fields.priorit: got 1. .*did you mean priority"):
         check_request_fields(tiny_config(**{"engine.request_fields": {"priorit": 1}}))
 
 
-def test_stop_strings_and_variables_of_the_template_have_settings() -> None:
+def test_stop_strings_and_template_variables_have_settings() -> None:
     config = tiny_config(**{"rollout.stop": ["\n\n"], "model.chat_template_kwargs": {"enable_thinking": False}})
     assert config.rollout.stop == ["\n\n"]
     with pytest.raises(ConfigError, match=r"rollout\.stop"):
@@ -140,7 +140,7 @@ def test_experiment_composes_and_is_valid(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if missing(name)])
-def test_experiment_for_a_model_of_the_users_has_no_other_in_its_place(name: str) -> None:
+def test_users_model_takes_no_others_place_in_an_experiment(name: str) -> None:
     with pytest.raises(MissingMandatoryValue, match=r"model\.path"):
         compose_values(f"experiment={name}")
     with pytest.raises(ConfigError, match=r"task\.train_file: got None"):
@@ -244,7 +244,7 @@ def test_wrong_setting_names_field_value_and_remedy(field: str, value: Any, reme
 
 
 @pytest.mark.parametrize("advantage", ["none", "gae", "reinforce_pp"])
-def test_episodes_without_siblings_are_for_advantages_that_need_none(advantage: str) -> None:
+def test_lone_episodes_need_advantages_without_siblings(advantage: str) -> None:
     more = {"teacher.model": "x", "distill.coefficient": 1.0} if advantage == "none" else {}
     tiny_config(**{"rollout.group_size": 1, "algo.advantage": advantage, **more})
 
@@ -313,7 +313,7 @@ def test_bounds_are_lists_of_two_in_yaml_and_json(tmp_path: Path) -> None:
 # --- several tasks ------------------------------------------------------------------------------------------
 
 
-def test_tasks_are_composed_by_name_with_weights_and_sizes_of_their_own() -> None:
+def test_tasks_are_composed_by_name_with_weights_and_sizes() -> None:
     config = load(
         compose_values(
             "experiment=tiny",
@@ -410,9 +410,7 @@ def test_first_of_several_problems_keeps_its_whole_text() -> None:
         ),
     ],
 )
-def test_megatron_settings_that_do_not_fit_each_other_are_refused(
-    changes: dict[str, Any], field: str, remedy: str
-) -> None:
+def test_unfit_megatron_settings_are_refused(changes: dict[str, Any], field: str, remedy: str) -> None:
     error = refusal(**{f"trainer.{name}": value for name, value in changes.items()})
     assert error.field == f"trainer.{field}"
     assert remedy in str(error)
@@ -437,7 +435,7 @@ def test_base_is_quantized_only_under_adapters() -> None:
         ("rollout.max_new_tokens", 64, "Must leave room for a prompt within the model's 64 positions"),
     ],
 )
-def test_layout_that_the_model_rules_out_names_field_value_and_remedy(field: str, value: int, remedy: str) -> None:
+def test_impossible_layout_names_field_value_and_remedy(field: str, value: int, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy) as caught:
         check_model(tiny_config(**{field: value}), LLAMA)
     assert (caught.value.field, caught.value.value) == (field, value)
@@ -467,7 +465,7 @@ def test_experts_with_biases_are_not_divided() -> None:
         (MOE, "sequence_parallel", False, {"tensor_parallel": 2}, "set it to true"),
     ],
 )
-def test_layout_of_layers_and_experts_that_the_model_rules_out_is_refused(
+def test_impossible_layout_of_layers_is_refused(
     hf: dict[str, Any], field: str, value: Any, others: dict[str, int], remedy: str
 ) -> None:
     changes = {f"trainer.{name}": number for name, number in {field: value, **others}.items() if name not in hf}
@@ -486,7 +484,7 @@ def test_layout_of_layers_and_experts_that_the_model_rules_out_is_refused(
         (MOE, {"trainer.data_parallel": 2, "trainer.expert_parallel": 2, "trainer.device": "auto"}, "deep_ep"),
     ],
 )
-def test_a_token_dispatcher_without_its_kernels_or_experts_is_refused(
+def test_dispatcher_without_kernels_or_experts_is_refused(
     hf: dict[str, Any], changes: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(ConfigError, match=why) as caught:
@@ -531,7 +529,7 @@ def test_a_token_dispatcher_without_its_kernels_or_experts_is_refused(
         ),
     ],
 )
-def test_recomputation_and_stages_that_the_model_rules_out_are_refused(
+def test_impossible_recomputation_and_stages_are_refused(
     hf: dict[str, Any], changes: dict[str, Any], field: str, remedy: str
 ) -> None:
     settings = {"trainer.pipeline_parallel": 2, **{f"trainer.{name}": value for name, value in changes.items()}}
@@ -569,7 +567,7 @@ def test_what_a_model_that_sees_cannot_do_is_refused(changes: dict[str, Any], fi
     assert caught.value.field == field
 
 
-def test_gradients_of_a_vision_tower_are_not_reduced_while_others_are_computed() -> None:
+def test_vision_tower_gradients_are_not_overlapped() -> None:
     settings = {"trainer.data_parallel": 2, "trainer.overlap_grad_reduce": True}
     tiny_config(**settings)
     with pytest.raises(ConfigError, match="micro-batch without images") as caught:
@@ -619,7 +617,7 @@ def test_routing_replay_needs_experts_and_engines_that_tell_them(
     assert caught.value.field == field
 
 
-def test_routing_of_images_is_replayed_as_trainers_recorded_it_and_not_as_engines_report_it() -> None:
+def test_image_routing_replays_as_trainers_recorded_it() -> None:
     sees = {**MOE, "architectures": ["Qwen3VLMoeForConditionalGeneration"], "vision_config": SEES["vision_config"]}
     check_model(tiny_config(**{"algo.routing_replay": "R2", "algo.epochs": 2}), sees)
     with pytest.raises(ConfigError, match="each token of an image, and answers count an image once: set R2") as caught:
@@ -642,7 +640,7 @@ def test_routing_replay_that_the_engines_can_give_passes() -> None:
         ("disable-shared-experts-fusion", True, "weights.verify=false"),
     ],
 )
-def test_engines_that_cannot_take_or_prove_new_weights_are_refused(name: str, value: Any, remedy: str) -> None:
+def test_engines_that_cannot_prove_weights_are_refused(name: str, value: Any, remedy: str) -> None:
     args = {"engine.server_args": {name: value}}
     wrong = refusal(**args)
     assert (wrong.field, wrong.value) == (f"engine.server_args.{name.replace('-', '_')}", value)
@@ -656,7 +654,7 @@ def test_an_argument_of_an_engine_has_one_name() -> None:
         tiny_config(**{"engine.server_args": {"log-level": "info", "log_level": "debug"}})
 
 
-def test_engines_whose_weights_are_cut_in_other_ways_pass_without_verification() -> None:
+def test_engines_cut_otherwise_pass_unverified() -> None:
     tiny_config(**{"engine.server_args": {"moe_dense_tp_size": 2}, "weights.verify": False})
     tiny_config(**{"engine.server_args": {"moe_dp_size": 1, "moe_a2a_backend": "none", "moe_runner_backend": "triton"}})
 
@@ -678,14 +676,14 @@ MINISTRAL = {
 OF_TRANSFORMERS = {**LLAMA, "architectures": ["SeedOssForCausalLM"]}
 
 
-def test_a_model_that_engines_compute_otherwise_from_some_position_on_is_refused_unless_none_reaches_it() -> None:
+def test_model_differing_from_some_position_is_refused() -> None:
     with pytest.raises(ConfigError, match="context_length=16384") as caught:
         check_model(tiny_config(), MINISTRAL)
     assert caught.value.field == "engine.server_args.context_length"
     check_model(tiny_config(**{"engine.server_args": {"context_length": 16384}}), MINISTRAL)
 
 
-def test_olmo3_with_yarn_is_served_in_the_spelling_of_its_publisher_alone() -> None:
+def test_olmo3_with_yarn_is_served_as_published_alone() -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8}
     hf = {**LLAMA, "architectures": ["Olmo3ForCausalLM"], "sliding_window": 8, "layer_types": kinds}
@@ -699,7 +697,7 @@ def test_engines_of_weights_in_fp8_are_refused() -> None:
         check_model(tiny_config(), {**LLAMA, "quantization_config": FP8}, gpus=8)
 
 
-def test_engines_on_gpus_serve_weights_in_fp8_where_nothing_is_trained_and_those_on_cpus_cannot() -> None:
+def test_gpu_engines_serve_fp8_untrained_and_cpus_do_not() -> None:
     pytest.importorskip("asyncrl.extensions.evaluate")
     hf, elsewhere = {**LLAMA, "quantization_config": FP8}, {"engine.urls": ["http://h:1"]}
     check_model(tiny_config(mode="evaluate"), hf, gpus=8)
@@ -708,7 +706,7 @@ def test_engines_on_gpus_serve_weights_in_fp8_where_nothing_is_trained_and_those
         check_model(tiny_config(mode="evaluate"), hf)
 
 
-def test_without_engines_the_limits_of_engines_do_not_hold_but_that_of_positions_does() -> None:
+def test_without_engines_only_their_position_limit_holds() -> None:
     given = tiny_config(**GIVEN)
     check_model(given, {**LLAMA, "quantization_config": FP8})
     dense = {**MOE, "mlp_only_layers": [0]}
@@ -736,7 +734,7 @@ def test_adapters_of_fused_layers_are_refused() -> None:
         (REPLICATED, {"tensor_parallel": 8, "data_parallel": 2}, "tensor_parallel", "attention heads"),
     ],
 )
-def test_an_engine_of_a_shape_that_the_model_does_not_have_is_refused(
+def test_engine_shape_that_the_model_lacks_is_refused(
     hf: dict[str, Any], shape: dict[str, int], field: str, remedy: str
 ) -> None:
     changes = {f"engine.{name}": size for name, size in shape.items()}
@@ -904,7 +902,7 @@ def test_composed_values_are_json() -> None:
         ({"engine.urls": ["http://gpu1:30000"] * 2}, "engine.urls"),
     ],
 )
-def test_fleet_without_engines_or_with_addresses_that_are_none_is_refused(changes: dict[str, Any], field: str) -> None:
+def test_fleet_without_engines_or_addresses_is_refused(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         tiny_config(**changes)
     assert caught.value.field == field
@@ -950,14 +948,14 @@ def test_settings_of_an_earlier_run_have_their_new_names() -> None:
     assert old.partition(".")[2] in before["cluster"]  # it is left as it is
 
 
-def test_launcher_that_no_extension_has_is_refused_with_those_there_are() -> None:
+def test_unknown_launcher_is_refused_with_the_known() -> None:
     with pytest.raises(ConfigError, match=r"Must be one of local, .*machines") as refused:
         tiny_config(**{**JOB, "cluster.launcher": "fleet"})
     assert refused.value.field == "cluster.launcher"
     assert tiny_config(**JOB).cluster.launcher == "machines"
 
 
-def test_removed_setting_that_an_earlier_run_left_unset_does_not_keep_it_from_going_on() -> None:
+def test_removed_setting_left_unset_does_not_stop_a_resume() -> None:
     megatron: dict[str, Any] = {"transformer": {"apply_rope_fusion": None}, "ddp": {}}
     before: dict[str, Any] = {"trainer": {"megatron": megatron, "mtp": None}, "mode": "train"}
     assert under_new_names(before) == {"trainer": {}, "mode": "train"}

@@ -8,12 +8,12 @@ from asyncrl.errors import EpisodeFailed
 
 
 @pytest.mark.parametrize("reason", ["environment_error", "judge", "tool", "sandbox", "what a user names"])
-def test_failures_outside_the_program_are_retried_unless_they_say_otherwise(reason: str) -> None:
+def test_foreign_failures_are_retried_unless_they_object(reason: str) -> None:
     assert EpisodeFailed(reason).retry
     assert not EpisodeFailed(reason, retry=False).retry
 
 
 @pytest.mark.parametrize("reason", ["agent_error", "reward_error"])
-def test_errors_of_a_users_code_would_be_repeated_and_are_not_retried(reason: str) -> None:
+def test_errors_of_user_code_are_not_retried(reason: str) -> None:
     assert not EpisodeFailed(reason).retry
     assert EpisodeFailed(reason, retry=True).retry

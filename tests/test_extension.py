@@ -55,7 +55,7 @@ def configured(**changes: object) -> Config:
     return tiny_config(extensions={"sleepy": "sleepy:Sleepy"}, **changes)
 
 
-def test_the_example_of_the_page_adds_a_setting_a_listener_and_a_metric_in_forty_lines() -> None:
+def test_page_example_adds_setting_listener_and_metric() -> None:
     assert CODE[1].count("\n") <= 40
     made = lookup.active(configured(sleepy={"slow": 2.0}))["sleepy"]
     hooks = made.rollout()
@@ -68,7 +68,7 @@ def test_the_example_of_the_page_adds_a_setting_a_listener_and_a_metric_in_forty
     assert (hooks.before_update(None), hooks.after_update(1), hooks.state()) == ((), {}, None)  # type: ignore[arg-type]
 
 
-def test_settings_have_defaults_and_survive_the_way_to_other_processes() -> None:
+def test_settings_have_defaults_and_survive_other_processes() -> None:
     assert configured().sleepy.slow == 60.0
     config = configured(sleepy={"slow": 1.5})
     again = load(json.loads(config.model_dump_json()))
@@ -105,7 +105,7 @@ def test_extension_of_an_installed_package_need_not_be_named(monkeypatch: pytest
         lookup.installed.cache_clear()
 
 
-def test_old_names_of_settings_are_refused_with_the_new_ones_and_read_in_recorded_runs() -> None:
+def test_old_names_of_settings_are_refused_but_read() -> None:
     moved = {"tracing": "observe", "rollout.processes": "processes.count"}
     for old, new in moved.items():
         with pytest.raises(ConfigError, match=f"It moved: set {new}"):
@@ -125,7 +125,7 @@ def test_old_names_of_settings_are_refused_with_the_new_ones_and_read_in_recorde
         ("asyncrl.envs.tools.toolbox:ToolboxEnv", "asyncrl.extensions.tools.toolbox:ToolboxEnv"),
     ],
 )
-def test_old_name_of_a_module_that_moved_is_refused_with_the_new_one(old: str, new: str) -> None:
+def test_old_name_of_a_moved_module_is_refused(old: str, new: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"set {new}.")):
         user_code.load(old, "agent")
 
@@ -231,7 +231,7 @@ class Five(extension.RolloutHooks):
         return FixedConcurrency(5)
 
 
-def test_an_extension_limits_groups_and_without_one_auto_is_refused(alone: dict[str, str], tmp_path: Path) -> None:
+def test_extension_limits_groups_or_auto_is_refused(alone: dict[str, str], tmp_path: Path) -> None:
     def limiter(most: int | str | None) -> ConcurrencyLimiter:
         run = RolloutRun(bare(**{"rollout.max_running_groups": most}), addresses(), tmp_path, Mock())
         return rollout_build._limiter(run, rollout_build._started_hooks(run))
@@ -284,7 +284,7 @@ def test_engines_know_what_the_transport_of_an_extension_needs(courier: Config) 
     assert courier.sends_files
 
 
-def test_transport_that_nothing_offers_is_refused_with_those_that_are_there() -> None:
+def test_unknown_transport_is_refused_with_the_known() -> None:
     with pytest.raises(ConfigError, match="Must be one of auto, tensor, distributed, disk") as refused:
         tiny_config(**{"weights.transport": "courier"})
     assert refused.value.field == "weights.transport"
@@ -378,7 +378,7 @@ def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda **changes: tiny_config(extensions={"narrow": "narrow:Narrow"}, **changes)
 
 
-def test_engines_that_hold_other_weights_than_the_folder_get_the_trainers_first(narrow: Any) -> None:
+def test_engines_with_other_weights_get_the_trainers_first(narrow: Any) -> None:
     assert [narrow(narrow={"bytes": size}).changes_base for size in (None, 1)] == [False, True]
     assert not narrow(narrow={"bytes": 1}, **GIVEN).changes_base
 
@@ -395,7 +395,7 @@ def test_models_and_gpus_are_shown_to_extensions_before_a_start(narrow: Any) -> 
     assert refused.value.value == known.gpus[1].name
 
 
-def test_adapters_are_merged_where_an_extension_refuses_them_as_versions(narrow: Any) -> None:
+def test_adapters_are_merged_where_versions_are_refused(narrow: Any) -> None:
     llama = {"architectures": ["LlamaForCausalLM"]}
     config = narrow(**{"trainer.lora.rank": 4})
     resolved, why = choose_lora(config, llama, 8)
@@ -442,7 +442,7 @@ ASKING = {"extensions": {"asking": f"{__name__}:Asking"}}
         ("train", ["engine-0", "router", "rollout", "trainer-0"], True, True),
     ],
 )
-def test_mode_decides_which_processes_run_and_which_of_them_ends_the_run(
+def test_mode_decides_which_processes_run_and_end_it(
     mode: str, names: list[str], trains: bool, generates: bool
 ) -> None:
     config = tiny_config(mode=mode, **ASKING)
@@ -454,7 +454,7 @@ def test_mode_decides_which_processes_run_and_which_of_them_ends_the_run(
     assert ("asking.program" in specs[-1].argv) is (mode == "ask")
 
 
-def test_mode_is_refused_where_no_extension_has_it_with_those_that_there_are() -> None:
+def test_unknown_mode_is_refused_with_the_known() -> None:
     with pytest.raises(ConfigError, match=r"mode: .*'ask'.*one of train") as refused:
         tiny_config(mode="ask")
     assert "drill" not in str(refused.value)

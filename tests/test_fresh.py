@@ -29,7 +29,7 @@ def test_readme_has_the_two_commands() -> None:
     assert [line.split()[1] for line in lines if line.startswith(("make run", "make test"))][:2] == list(fresh.COMMANDS)
 
 
-def test_one_variant_has_a_space_in_its_path_and_the_other_is_below_tmp() -> None:
+def test_variants_have_a_space_or_tmp_in_their_path() -> None:
     assert fresh.VARIANTS["root"].checkout.startswith("/tmp/")
     assert " " in fresh.VARIANTS["user"].checkout
     assert fresh.VARIANTS["user"].uid
@@ -53,7 +53,7 @@ def test_local_indexes_of_pip_must_be_bound(tmp_path: Path) -> None:
     assert fresh.unseen(places, ["/srv/wheels", "/srv/a b", "/etc/xdg/pip"]) == ["/srv/more"]
 
 
-def test_environment_is_that_of_a_login_and_of_the_package_index_alone() -> None:
+def test_environment_is_a_login_with_the_package_index() -> None:
     variables = {"PIP_INDEX_URL": "x", "https_proxy": "y", "NO_PROXY": "z", "PYTHONPATH": "no", "LD_LIBRARY_PATH": "no"}
     assert clean_root.index_variables(variables).keys() == {"PIP_INDEX_URL", "https_proxy", "NO_PROXY"}
     assert "sbin" not in fresh.environment(fresh.VARIANTS["user"])["PATH"]
@@ -145,7 +145,7 @@ def inside(root: Path, script: str, **more: object) -> str:
 
 
 @needs_namespaces
-def test_root_shows_nothing_of_the_machine_and_user_namespaces_work(small_root: Path) -> None:
+def test_root_shows_nothing_of_the_machine(small_root: Path) -> None:
     before = Path("/proc/self/mountinfo").read_text()
     secret = small_root.parent / "secret"
     secret.write_text("x")
@@ -161,7 +161,7 @@ def test_root_shows_nothing_of_the_machine_and_user_namespaces_work(small_root: 
 
 
 @needs_namespaces
-def test_failure_is_raised_and_orphans_are_collected_and_end_with_the_command(small_root: Path) -> None:
+def test_failure_is_raised_and_orphans_end_with_the_command(small_root: Path) -> None:
     script = "(sleep 0.1 &) ; (sleep 617 &) ; sleep 0.5; grep -l '^State:.Z' /proc/[0-9]*/status; exit 3"
     with pytest.raises(subprocess.CalledProcessError) as caught:
         inside(small_root, script)

@@ -17,7 +17,7 @@ PLAYS = "processes" in shipped()
 """Whether the extension is there."""
 
 
-def test_collector_rests_until_all_is_imported_and_then_passes_over_it() -> None:
+def test_collector_rests_until_all_is_imported() -> None:
     code = (
         "import gc; from asyncrl import import_hooks; assert not gc.isenabled(); import_hooks.done();"
         "assert gc.isenabled(); assert gc.get_freeze_count() > 1000; a = []; a.append(a); del a; assert gc.collect()"
@@ -29,7 +29,7 @@ def test_collector_rests_until_all_is_imported_and_then_passes_over_it() -> None
     "entry",
     ["asyncrl.engine.serve", "asyncrl.rollout.__main__", "asyncrl.trainer.__main__", *([PLAYER] if PLAYS else [])],
 )
-def test_the_collector_rests_while_an_entry_imports_anything_else(entry: str) -> None:
+def test_collector_rests_while_an_entry_imports(entry: str) -> None:
     code = f"""
 import gc, importlib, sys
 
@@ -91,7 +91,7 @@ def test_a_hidden_package_is_found_again_afterwards() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
-def test_the_tokenizer_is_loaded_without_torch_and_models_of_users_with_it() -> None:
+def test_tokenizer_is_loaded_without_torch() -> None:
     """A rollout process needs no torch, but its agents and rewards may."""
     code = """
 import sys
@@ -120,7 +120,7 @@ assert model(torch.tensor([own[0]])).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("torch", [None, "2.11.0+cu130"], ids=["the lock's", "another"])
-def test_an_engine_uses_libraries_that_are_built_for_one_torch_with_that_torch_alone(torch: str | None) -> None:
+def test_engine_uses_libraries_only_with_their_torch(torch: str | None) -> None:
     torch = torch or f"{pinned()['torch']}+cpu"
     code = (
         "from importlib import metadata; found = metadata.version\n"
@@ -133,7 +133,7 @@ def test_an_engine_uses_libraries_that_are_built_for_one_torch_with_that_torch_a
     assert done.stdout.split() == (["python", "True"] if torch == "2.11.0+cu130" else ["rust", "False"]), done.stderr
 
 
-def test_an_engine_imports_nothing_of_megatron_and_no_exporters_unless_it_traces() -> None:
+def test_engine_imports_no_megatron_and_few_exporters() -> None:
     """A debugging tool of SGLang would import Megatron, and on GPUs TransformerEngine with it."""
     code = (
         "import asyncrl.engine.serve, importlib.util, sys; assert importlib.util.find_spec('megatron') is None\n"

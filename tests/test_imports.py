@@ -167,7 +167,7 @@ def names_in(file: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("file", ALL_FILES, ids=lambda file: str(file.relative_to(PACKAGE.parent)))
-def test_what_is_imported_exists_also_where_only_a_function_imports_it(file: Path) -> None:
+def test_functions_import_only_what_exists(file: Path) -> None:
     for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             own = [alias.name for alias in node.names if alias.name.startswith(("asyncrl.", "asyncrl_recipes."))]
@@ -297,7 +297,7 @@ def test_command_imports_nothing_slow_before_it_needs_it(
 # --- sizes --------------------------------------------------------------------------------------------------
 
 
-MOST_LINES = 36_500
+MOST_LINES = 34_000
 """Most lines of the core, whatever is in them. Lower it after a deletion; the aim is 32,000. There is no limit for a
 file or a function: such limits were met by folding lines."""
 
@@ -328,7 +328,7 @@ def test_constructors_take_few_parameters() -> None:
     assert {name: count for name, count in taken.items() if count > MOST_PARAMETERS} == {}
 
 
-def test_every_module_and_every_public_function_says_what_it_is_for() -> None:
+def test_every_module_and_public_function_has_a_docstring() -> None:
     silent = []
     for file in ALL_FILES:
         tree = parsed(file)

@@ -13,7 +13,7 @@ from asyncrl.errors import RecordError
 from asyncrl.jsonl import Tail, append, replace
 
 
-def test_follower_sees_every_line_once_and_none_before_it_is_whole(tmp_path: Path) -> None:
+def test_follower_sees_every_whole_line_once(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     tail = Tail(path)
     assert tail() == []
@@ -50,7 +50,7 @@ def test_damaged_line_is_named_with_its_file(tmp_path: Path, line: str) -> None:
         Tail(path)()
 
 
-def test_replaced_file_holds_the_last_record_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_replaced_file_holds_the_last_record_alone(tmp_path: Path) -> None:
     for number in range(2):
         replace(tmp_path / "a.json", {"number": number})
     assert json.loads((tmp_path / "a.json").read_text()) == {"number": 1}

@@ -94,7 +94,7 @@ def test_folder_that_is_not_there_has_nobody(tmp_path: Path) -> None:
     assert Leases(tmp_path / "none").look() == {}
 
 
-def test_writer_outlives_a_file_system_that_refuses_and_tells_of_it_once(
+def test_writer_outlives_a_refusing_file_system(
     tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()

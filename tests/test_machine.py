@@ -26,14 +26,14 @@ SECONDS = st.floats(0.01, 100.0)
         (1.0, 1.0, 2.1, 2.0),
     ],
 )
-def test_bound_follows_from_the_halves_of_a_step_and_the_rate_of_two_processes(
+def test_bound_follows_from_step_halves_and_the_rate_of_two(
     generate: float, train: float, two_over_one: float, bound: float
 ) -> None:
     assert overlap_bound(generate, train, two_over_one) == pytest.approx(bound)
 
 
 @given(SECONDS, SECONDS, st.floats(1.0, 2.0))
-def test_bound_never_exceeds_the_rate_of_two_processes_and_never_falls_below_one(g: float, t: float, r: float) -> None:
+def test_bound_is_between_one_and_the_rate_of_two(g: float, t: float, r: float) -> None:
     assert 1.0 - 1e-9 <= overlap_bound(g, t, r) <= r + 1e-9
     assert overlap_bound(g, t, r) == pytest.approx(overlap_bound(t, g, r))
 
@@ -57,7 +57,7 @@ flags\t\t: fpu avx2 avx512f avx512_bf16
 """
 
 
-def test_cpu_is_described_by_its_name_and_the_features_that_matter() -> None:
+def test_cpu_is_described_by_name_and_features() -> None:
     assert described(X86) == ("AMD EPYC 7B13", ["avx2"])
     assert described("processor\t: 0\nFeatures\t: fp asimd bf16 sve\n")[1] == ["asimd", "sve", "bf16"]
     assert described("")[1] == []
@@ -72,7 +72,7 @@ def test_ratio_is_the_median_of_neighbouring_rounds() -> None:
     }
 
 
-def test_line_names_what_is_missing_and_says_when_the_machine_is_busy() -> None:
+def test_line_names_what_is_missing_and_a_busy_machine() -> None:
     rates = {"gflops_one": 50.0, "gflops_two": 51.0, "two_over_one": 1.02}
     line = Machine("AMD EPYC", 2, ["avx2"], "2.13.0", 0.99, **rates).line()
     assert "avx2, no bfloat16 arithmetic; torch 2.13.0" in line

@@ -31,7 +31,7 @@ def test_locks_do_not_overlap():
     assert not (lock("cpu.txt") | lock("dev.txt")).keys() & lock("docs.txt").keys()
 
 
-def test_tests_of_transformer_engine_use_the_versions_of_the_gpu_lock():
+def test_te_tests_use_the_versions_of_the_gpu_lock():
     assert lock("te.txt").items() <= lock("gpu.txt").items()
 
 
@@ -51,14 +51,14 @@ def test_pyproject_agrees_with_the_locks():
     assert pins(project()["build-system"]["requires"])["hatchling"] == locked["hatchling"]
 
 
-def test_every_python_that_is_declared_is_one_that_the_locks_are_checked_for():
+def test_every_declared_python_has_checked_locks():
     declared = [line.split()[-1] for line in project()["project"]["classifiers"] if "Python :: 3." in line]
     (checked,) = re.findall(r"^PYTHONS=\((.*?)\)", (ROOT / "scripts" / "lock.sh").read_text(), re.MULTILINE)
     assert declared == checked.split()
     assert project()["project"]["requires-python"] == f">={declared[0]}"
 
 
-def test_make_refuses_another_python_than_the_one_of_an_environment_that_is_there(tmp_path):
+def test_make_refuses_another_python_than_the_environments(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -182,6 +182,6 @@ def test_experiments_compose_where_they_are_installed(installation, wheel, tmp_p
     assert [file for file in modules.values() if not Path(file).is_relative_to(target)] == []
 
 
-def test_clone_has_the_name_of_the_installed_package_for_its_recipes():
+def test_clone_keeps_the_packages_name_for_its_recipes():
     """So that import paths are the same in an editable install."""
     assert (ROOT / "asyncrl_recipes").samefile(ROOT / "recipes")

@@ -73,7 +73,7 @@ def test_routers_work_without_transformer_engine(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
 
 
-def test_a_trainer_on_a_gpu_names_a_broken_transformer_engine_before_it_imports_megatron(tmp_path: Path) -> None:
+def test_broken_te_is_named_before_megatron_is_imported(tmp_path: Path) -> None:
     for kind, files in BROKEN.items():
         (tmp_path / kind / "transformer_engine").mkdir(parents=True)
         for name, text in files.items():
@@ -99,7 +99,7 @@ class Offers(extension.Extension):
     platform = f"{__name__}:Offered"
 
 
-def test_platform_of_an_installed_package_comes_before_the_shipped_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_platform_comes_before_the_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "installed", lambda: {"own": f"{__name__}:Offers"})
     platforms.without_gpu.cache_clear()
     try:

@@ -14,7 +14,7 @@ from tests.experts import SHAPE, kept, told
 
 @pytest.mark.parametrize(("experts", "width"), [(8, 4), (256, 4), (257, 8), (1000, 8)])
 @pytest.mark.parametrize("sparse", [(1, 3), (2, 3)])
-def test_only_layers_with_experts_are_kept_in_the_smallest_integers(sparse, experts: int, width: int) -> None:
+def test_only_expert_layers_are_kept_in_small_integers(sparse, experts: int, width: int) -> None:
     shape = RoutingShape(4, sparse, 2, experts)
     rows = told(0, 5, shape)
     rows[0, 3, 0] = experts - 1
@@ -40,7 +40,7 @@ def turn(observation: list[int], tokens: int, routing: Routing | None) -> Turn:
     return Turn(observation, Completion([7] * tokens, [-1.0] * tokens, spans, "stop", routing))
 
 
-def test_siblings_share_the_rows_of_their_prompt_and_turns_tell_no_row_twice() -> None:
+def test_siblings_share_prompt_rows_and_turns_repeat_none() -> None:
     prompt = [1, 2, 3]
     first = [turn([], 2, kept(0, 4)), turn([5, 6], 3, kept(4, 9))]  # the last token of a turn is read in the next
     anew = [turn([], 2, kept(0, 4, sibling=1)), turn([5, 6], 3, kept(0, 9, sibling=1))]  # told from the start again
@@ -57,7 +57,7 @@ def test_siblings_share_the_rows_of_their_prompt_and_turns_tell_no_row_twice() -
     assert rows + len(group.routing.rows) == (3 + 2 * 6) * SHAPE.width
 
 
-def test_a_group_without_experts_stays_as_it_is_and_a_sibling_without_them_takes_the_others_prompt() -> None:
+def test_groups_without_experts_stay_and_siblings_borrow() -> None:
     plain = Group("g", 0, [1, 2], [Trajectory([turn([], 2, None)])], "t")
     assert share_prompt(plain) is plain
     members = [Trajectory([turn([], 2, None)]), Trajectory([turn([], 3, kept(0, 4))])]

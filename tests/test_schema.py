@@ -31,7 +31,7 @@ def test_anything_else_on_the_wire_is_refused(data: bytes) -> None:
         ([1, 2], [-0.1, -0.2], []),
     ],
 )
-def test_completion_whose_parts_do_not_fit_is_refused_here_and_on_the_wire(tokens, logprobs, spans) -> None:
+def test_completion_with_unfit_parts_is_refused(tokens, logprobs, spans) -> None:
     with pytest.raises(ValueError):
         Completion(tokens, logprobs, [VersionSpan(*span) for span in spans], "stop")
     whole = msgspec.to_builtins(Batch(0, [group(0)], {}))
@@ -58,7 +58,7 @@ def forked(*rewards: float, role: str = "", reward: float = 0.0) -> Trajectory:
     return Trajectory([first, *ways], reward)
 
 
-def test_reward_of_an_episode_that_forks_is_the_mean_over_its_ways() -> None:
+def test_forking_episodes_reward_is_the_mean_of_its_ways() -> None:
     assert forked(1.0, 2.0, 4.0, reward=8.0).total == 8.0 + 1.0 + 3.0
     assert forked(1.0, 2.0, 4.0, role="other").totals() == {"": 1.0, "other": 3.0}
     assert forked(1.0, 2.0, 4.0).parents() == [-1, 0, 0]
@@ -82,6 +82,6 @@ def test_ways_of_one_episode_are_something_to_compare() -> None:
 
 
 @pytest.mark.parametrize(("place", "begins"), [(0, False), (1, True), (2, True), (-2, True)])
-def test_fork_behind_no_turn_or_in_the_middle_of_a_sample_is_refused(place: int, begins: bool) -> None:
+def test_fork_at_no_turn_or_inside_a_sample_is_refused(place: int, begins: bool) -> None:
     with pytest.raises(ValueError, match=f"turn 1 cannot fork behind turn {place}"):
         Trajectory([Turn([], completion(1)), Turn([12], completion(1), begins=begins, fork=place)])

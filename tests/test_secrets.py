@@ -50,9 +50,7 @@ def held(config: Config) -> dict[str, str]:
     ("written", "value"), [("${oc.env:A_KEY}", VALUE), ("Bearer ${oc.env:A_KEY}$", f"Bearer {VALUE}$")]
 )
 @pytest.mark.parametrize("place", PLACES)
-def test_parameters_have_the_value_and_what_is_written_has_the_name(
-    place: str, written: str, value: str, key: str
-) -> None:
+def test_parameters_have_values_and_writings_have_names(place: str, written: str, value: str, key: str) -> None:
     config = loaded(f"+{place}='{written}'")
     assert held(config)[place] == value
     for text in (config.model_dump_json(), str(config.model_dump()), repr(config), str(config.model_copy(deep=True))):
@@ -104,7 +102,7 @@ def test_what_is_opened_and_closed_is_as_before(parameters: dict[str, Any]) -> N
     assert closed(opened(parameters)) == parameters
 
 
-def test_a_secret_is_text_and_other_processes_get_the_plain_value(key: str) -> None:
+def test_secret_is_text_and_other_processes_get_it_plain(key: str) -> None:
     secret = Secret("Bearer ${A_KEY}")
     assert (str(secret), secret + "!", f"{secret}") == (f"Bearer {VALUE}", f"Bearer {VALUE}!", f"Bearer {VALUE}")
     assert copy.deepcopy([secret])[0] is secret
@@ -129,5 +127,5 @@ class Section(BaseModel):
     label: str
 
 
-def test_fields_of_parameters_in_the_sections_of_extensions_are_known_too() -> None:
+def test_parameters_in_sections_of_extensions_are_known() -> None:
     assert free_fields([Section]) == {"headers"}

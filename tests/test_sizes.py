@@ -44,7 +44,7 @@ def test_a_size_stands_on_its_machines_and_fits(name: str, gpus: int, values: tu
 
 
 @pytest.mark.parametrize(("name", "gpus", "each", "values"), ADAPTED_ROWS, ids=str)
-def test_experiments_with_adapters_fit_their_gpus_and_full_training_would_not(
+def test_adapters_fit_their_gpus_and_full_training_would_not(
     name: str, gpus: int, each: float, values: tuple[str, ...]
 ) -> None:
     """Full training takes 18 bytes for each parameter, which no GPU of theirs holds."""
@@ -58,7 +58,7 @@ def test_experiments_with_adapters_fit_their_gpus_and_full_training_would_not(
 
 
 @pytest.mark.parametrize(("name", "text", "tower"), [("qwen2_5_vl_7b", 7.62, 0.677), ("qwen3_vl_8b", 8.19, 0.576)])
-def test_experiments_with_images_fit_one_machine_with_their_vision_tower(name: str, text: float, tower: float) -> None:
+def test_image_experiments_fit_one_machine_with_their_tower(name: str, text: float, tower: float) -> None:
     one = size(load_sized(f"experiment={name}"), SEEING[name])
     assert one.machines == 1
     assert max(sum(one.trainer.values()), sum(one.engine.values())) < ROOM
@@ -71,7 +71,7 @@ def test_what_is_said_not_to_fit_does_not(name: str, gpus: int) -> None:
     assert least(name, gpus) > ROOM
 
 
-def test_each_model_has_a_row_for_every_size_and_one_that_is_its_experiment() -> None:
+def test_each_model_has_a_row_per_size_and_one_experiment() -> None:
     for model in MODELS:
         assert {8, 64, 512, 1024} <= {gpus for name, gpus, _ in ROWS if name == model}
         assert [values for name, _, values in ROWS if name == model].count(()) == 1

@@ -19,7 +19,7 @@ def test_every_entry_names_a_test(entry: str) -> None:
     assert f"def {name or 'test_'}{'(' if bracket else ''}" in (ROOT / file).read_text()
 
 
-def test_a_new_file_of_integration_tests_is_nightly_and_a_new_unit_test_is_not() -> None:
+def test_new_integration_file_is_nightly_a_unit_test_daily() -> None:
     assert tier("tests/integration/test_new.py::test_it") == "nightly"
     assert tier("tests/algo/test_new.py::test_it") is None
 

@@ -48,7 +48,7 @@ def test_the_way_of_a_prompt_does_not_grow() -> None:
     assert sum(len((PACKAGE / file).read_text().splitlines()) for file in files) <= MOST_LINES
 
 
-def test_what_runs_for_a_prompt_on_the_rollout_side_is_on_its_way() -> None:
+def test_what_runs_for_a_prompt_is_on_its_way() -> None:
     ran: set[str] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:

@@ -110,7 +110,7 @@ def test_one_side_cannot_speak_twice(early: bool) -> None:
         play(script, written(4, 10))
 
 
-def test_branch_goes_on_from_the_context_of_any_turn_and_comes_after_the_one_before_it() -> None:
+def test_branch_continues_the_context_of_any_turn() -> None:
     async def main() -> None:
         generate = Talking([written(n, n, 10) for n in range(12)])
         chat = Chat.of(PROMPT, generate)

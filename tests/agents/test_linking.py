@@ -25,7 +25,7 @@ def test_first_request_may_say_more_than_the_prompt() -> None:
     assert link(P, [Exchange([*P, 9], a)]) == [Turn([9], a)]
 
 
-def test_branch_begins_a_sample_with_what_it_shares_in_its_context() -> None:
+def test_branch_begins_a_sample_with_its_shared_context() -> None:
     a, b, c = written(4, 10), written(5, 10), written(6, 10)
     turns = link(P, [Exchange(P, a), Exchange([*P, 4, 10, 7], b), Exchange([*P, 4, 10, 8], c)])
     assert turns == [Turn([], a), Turn([7], b), Turn([*P, 4, 10, 8], c, begins=True)]
@@ -55,7 +55,7 @@ def test_reset_context_begins_a_sample_and_goes_on_in_it() -> None:
     assert turns == [Turn([], a), Turn([12, 3, 11], b, begins=True), Turn([2], c)]
 
 
-def test_turns_of_interleaved_conversations_stand_by_their_sample() -> None:
+def test_interleaved_conversations_stand_by_their_sample() -> None:
     """Two at once, as sub-agents talk."""
     a, b, c, d = (written(n, 10) for n in (4, 5, 6, 7))
     other = [12, 9, 11]
@@ -108,7 +108,7 @@ def two_turns(*, said: int = 7) -> tuple[list[Turn], list[Exchange]]:
     return [Turn([], a), Turn([said], b)], [Exchange(P, a), Exchange([*P, 4, 10, 7], b)]
 
 
-def test_turn_behind_other_tokens_than_the_engine_read_is_refused() -> None:
+def test_turn_behind_tokens_the_engine_never_read_is_refused() -> None:
     turns, asked = two_turns(said=8)
     with pytest.raises(ValueError, match=r"turn 1 follows other tokens .* \(token 5 is 8 in the place of 7\)"):
         check(Trajectory(turns), P, asked)
@@ -143,7 +143,7 @@ def test_answers_may_be_left_out() -> None:
     check(Trajectory([Turn([*P, 4, 10, 7], turns[1].completion, begins=True)]), P, asked)
 
 
-def test_contexts_with_the_same_ids_and_other_images_begin_samples() -> None:
+def test_same_ids_with_other_images_begin_samples() -> None:
     a, b, c = written(5, 10), written(6, 10), written(7, 10)
     asked = [
         Exchange(P, a, images=["one"]),

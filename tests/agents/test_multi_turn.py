@@ -93,13 +93,13 @@ def test_environment_that_raises_is_given_back() -> None:
     assert Guess.ended == [2]
 
 
-def test_episode_that_its_environment_leaves_to_the_task_has_only_its_turns_rewards() -> None:
+def test_episode_left_to_the_task_has_only_its_turns_rewards() -> None:
     found, _ = play(written(3, 10), written(7, 10), kind="Unfinished")
     assert (found.reward, [turn.reward for turn in found.turns]) == (None, [-0.125, 0.875])
 
 
 @pytest.mark.parametrize("early", ["turns", "tokens"])
-def test_environment_is_asked_for_what_is_due_when_the_episode_ends_before_it_is_done(early: str) -> None:
+def test_environment_is_asked_for_what_is_due_at_an_early_end(early: str) -> None:
     answers = [written(3, 10), written(3, 10, finish="length" if early == "tokens" else "stop")]
     found, _ = play(*answers, kind="Unfinished", max_turns=2 if early == "turns" else 9)
     assert [turn.reward for turn in found.turns] == [-0.125, 0.375]

@@ -23,7 +23,7 @@ PARTS = [{"type": "text", "text": "a"}]
         ([{"role": "user", "content": PARTS}], [{"role": "user", "content": PARTS}, {"role": "user", "content": "b"}]),
     ],
 )
-def test_text_stands_in_the_users_last_message_or_in_one_of_its_own(messages: list[Any], expected: list[Any]) -> None:
+def test_text_stands_in_the_users_last_message_or_its_own(messages: list[Any], expected: list[Any]) -> None:
     before = [dict(one) for one in messages]
     assert with_text(messages, "b") == expected
     assert messages == before

@@ -61,7 +61,7 @@ def test_end_that_the_model_did_not_write_is_put_in(tokenizer: Any) -> None:
     assert template.extend([user("5")], last=None) == [10, 5, 11]
 
 
-def test_template_that_rewrites_earlier_turns_does_not_rewrite_what_was_written(tokenizer: Any) -> None:
+def test_rewriting_template_does_not_rewrite_what_was_written(tokenizer: Any) -> None:
     kept, tokenizer.chat_template = tokenizer.chat_template, FORGETFUL
     found = ChatTemplate(tokenizer).extend([user("5")], last=10)
     tokenizer.chat_template = kept
@@ -83,7 +83,7 @@ def test_tools_stand_where_the_template_puts_them(tokenizer: Any) -> None:
     assert found == [7, 7, 12, 1, 11]
 
 
-def test_variables_of_the_template_are_set_in_every_turn_and_misspelt_ones_refused(tokenizer: Any) -> None:
+def test_template_variables_are_set_in_every_turn_or_refused(tokenizer: Any) -> None:
     kept = tokenizer.chat_template
     tokenizer.chat_template = kept + "{% if enable_thinking %}77{% endif %}"
     thinks, silent = (ChatTemplate(tokenizer, {"enable_thinking": on}) for on in (True, False))
@@ -95,7 +95,7 @@ def test_variables_of_the_template_are_set_in_every_turn_and_misspelt_ones_refus
     assert found[1][0] == ChatTemplate(tokenizer).begin([user("1")])
 
 
-def test_text_that_begins_a_context_begins_as_the_tokenizer_does_once(tokenizer: Any) -> None:
+def test_text_beginning_a_context_gets_one_beginning_token(tokenizer: Any) -> None:
     template = ChatTemplate(tokenizer)
     assert (template.encode("12"), template.encode("12", begins=True)) == ([1, 2], [1, 2])  # its tokenizer adds nothing
     assert (template.end, template.encode(template.end)) == ("<eos>", [10])

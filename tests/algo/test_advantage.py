@@ -84,7 +84,7 @@ def test_rewards_of_turns_and_tokens_count_for_the_episode() -> None:
     assert estimated("dr_grpo", table) == [1.0, 1.0, -1.0]
 
 
-def test_reward_of_the_episode_is_at_its_last_token_beside_those_of_turns() -> None:
+def test_episode_reward_is_at_its_last_token_beside_turns() -> None:
     table = make([2, 0, 1], [1.0, 5.0, 2.0], token_reward=[0.25, 0.5, 0.0])
     assert table.turns.token_rewards().tolist() == [0.25, 1.5, 2.0]
 
@@ -104,7 +104,7 @@ def test_advantages_of_a_group_sum_to_zero(name: str, table: LossRows, k: int) -
 @pytest.mark.parametrize("name", WHITENED)
 @few
 @given(table=tables(min_length=1))
-def test_whitened_advantages_have_mean_zero_and_variance_one_over_tokens(name: str, table: LossRows) -> None:
+def test_whitened_advantages_have_mean_zero_and_variance_one(name: str, table: LossRows) -> None:
     advantages = advantage(name)(table)
     assert float(advantages.mean()) == pytest.approx(0, abs=1e-9)
     if bool((advantages != 0).any()):
@@ -178,7 +178,7 @@ def test_appending_a_sample_that_wrote_nothing_changes_nothing(name: str, table:
     assert estimated(name, with_empty(table)) == estimated(name, table)
 
 
-def test_sample_that_wrote_nothing_is_a_sibling_where_samples_count_and_none_where_tokens_do() -> None:
+def test_empty_sample_counts_among_samples_not_among_tokens() -> None:
     table = make([1, 1], [1.0, 0.0])
     assert estimated("dr_grpo", with_empty(table, group=0)) == pytest.approx([1 - 8 / 3, -8 / 3])  # its reward is 7
     if "opo" in ADVANTAGES:

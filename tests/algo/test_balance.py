@@ -39,7 +39,7 @@ def loads(shares: list[list[int]], costs: list[int]) -> list[int]:
 
 
 @given(costs_lists, st.integers(1, 9))
-def test_every_item_goes_to_one_rank_and_the_largest_load_is_within_grahams_bound(costs: list[int], ranks: int) -> None:
+def test_balance_is_complete_and_within_grahams_bound(costs: list[int], ranks: int) -> None:
     shares = partition(costs, ranks)
     assert len(shares) == ranks
     assert sorted(i for share in shares for i in share) == list(range(len(costs)))
@@ -86,7 +86,7 @@ def test_imbalance_is_below_karmarkar_karps(items: int, ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_samples_over_a_thousand_ranks_take_about_a_second() -> None:
+def test_balancing_1e5_samples_over_1000_ranks_is_fast() -> None:
     rng = random.Random(0)
     costs = [int(1e6 * rng.lognormvariate(0, 1)) for _ in range(100_000)]
     started = time.process_time()
@@ -135,7 +135,7 @@ def test_every_sample_is_in_one_micro_batch_within_the_limit(
             assert len({tuple(s.prompt_ids) for s in group}) == 1
 
 
-def test_siblings_stay_together_unless_a_rank_would_wait_for_them() -> None:
+def test_siblings_stay_together_unless_a_rank_would_wait() -> None:
     def group(first: int, siblings: int, length: int) -> list[Sample]:
         return [Sample([first] * 20, [i] * length, [True] * length, first * 100 + i, 0) for i in range(siblings)]
 

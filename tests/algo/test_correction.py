@@ -77,7 +77,7 @@ def test_opsm_masks_negative_advantages_alone() -> None:
     assert factor(rows, opsm=0.3) == [1.0, 1.0, 1.0, 1.0, 0.0]
 
 
-def test_opsm_measures_the_policy_in_training_and_the_others_where_the_steps_started() -> None:
+def test_opsm_measures_the_policy_in_training() -> None:
     gone = GAPS.proximal - 1.0  # all tokens are e times less likely than at the start
     assert correction(gone, GAPS, opsm=0.4).tolist() == [0.0] * 5  # 1 more than at the start
     assert correction(gone, GAPS, opsm=0.7).tolist() == [1.0] * 2 + [0.0] * 3
@@ -103,7 +103,7 @@ def test_masks_between_equal_policies_keep_everything(table: LossRows) -> None:
 
 @few
 @given(tables())
-def test_token_that_a_mask_takes_out_changes_no_weight_of_the_others(table: LossRows) -> None:
+def test_masked_token_changes_no_weight_of_the_others(table: LossRows) -> None:
     plain = factor(table, name="tis")
     masked = factor(table, name="tis", lag=1, geometric=(0.9, 1.1))
     assert all(new in (0.0, old) for new, old in zip(masked, plain, strict=True))
@@ -126,6 +126,6 @@ def test_proximal_policy_between_engine_and_trainer_by_hand() -> None:
 
 @few
 @given(tables())
-def test_proximal_policy_of_tokens_one_version_old_is_the_engines(table: LossRows) -> None:
+def test_proximal_policy_of_tokens_one_version_old_is_engines(table: LossRows) -> None:
     fresh = replace(table, lag=table.lag.clamp(max=1))
     assert log_linear_proximal(table.column("values"), fresh).tolist() == table.behaviour.tolist()

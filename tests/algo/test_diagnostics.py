@@ -64,7 +64,7 @@ def test_equal_policies_have_no_gap_and_the_whole_sample(table: TokenTable) -> N
 
 @few
 @given(tables(min_length=1))
-def test_effective_sample_is_a_share_and_does_not_change_with_a_common_factor(table: TokenTable) -> None:
+def test_effective_sample_is_a_share_without_a_unit(table: TokenTable) -> None:
     seen = torch.ones(table.num_tokens, dtype=torch.bool)
     share = gap_figures(table, seen)["correction/ess"]
     assert 1 / table.num_tokens - 1e-12 <= share <= 1 + 1e-12

@@ -72,9 +72,7 @@ def test_gradients_over_words_of_the_policy_itself(policy: Tensor, reference: Te
 
 @few
 @given(logits, logits, logits)
-def test_ratio_alone_has_the_gradient_of_the_kl_over_words_of_an_older_policy(
-    policy: Tensor, reference: Tensor, older: Tensor
-) -> None:
+def test_ratio_has_the_gradient_of_the_kl_over_older_words(policy: Tensor, reference: Tensor, older: Tensor) -> None:
     leaf = policy.requires_grad_()
     other, mu = distribution(reference), distribution(older)
     found = gradient(expected("ratio", distribution(leaf), other, mu), leaf)

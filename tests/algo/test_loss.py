@@ -89,7 +89,7 @@ def test_gspo_clips_the_geometric_mean_of_a_sequence() -> None:
     assert gradient == pytest.approx([-1.0, -1.0, 0.0, 0.0])  # of the sum of both losses: s/2 from each
 
 
-def test_gspo_shares_its_gradient_and_gspo_token_keeps_it_with_its_advantage() -> None:
+def test_gspo_shares_its_gradient_and_gspo_token_keeps_it() -> None:
     rows = batch([2], [0.2, 0.2], [1.0, 3.0])
     assert both("gspo", logs(0.2, 0.2), rows)[1] == pytest.approx([-2.0, -2.0])
     assert both("gspo_token", logs(0.2, 0.2), rows)[1] == pytest.approx([-1.0, -3.0])
@@ -99,7 +99,7 @@ def test_gspo_shares_its_gradient_and_gspo_token_keeps_it_with_its_advantage() -
 
 @few
 @given(tables(min_length=1))
-def test_gspo_and_gspo_token_agree_where_a_sequence_has_one_advantage(table: LossRows) -> None:
+def test_gspo_and_gspo_token_agree_for_one_advantage(table: LossRows) -> None:
     table = replace(table, advantages=table.per_token(table.reward))
     one, other = (both(name, table.behaviour, table) for name in SEQUENCES)
     assert one[0] == pytest.approx(other[0], abs=1e-12)
@@ -113,7 +113,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_alone() -> None:
     assert gradient == pytest.approx([0.0, 2.0, 0.0])
 
 
-def test_losses_of_the_proximal_policy_do_not_see_the_engine_and_the_others_see_nothing_else() -> None:
+def test_proximal_losses_do_not_see_the_engine() -> None:
     rows = replace(SINGLE, behaviour=logs(*[0.3] * 6))
     for name in LOSSES:
         same = both(name, logs(*NEW), rows) == both(name, logs(*NEW), SINGLE)
@@ -150,7 +150,7 @@ def test_gradient_at_the_start_is_the_plain_policy_gradient(name: str, clip: flo
 @pytest.mark.parametrize("name", [name for name in LOSSES if not loss(name).traits.corrects])
 @few
 @given(table=tables(min_length=1))
-def test_corrected_gradient_at_the_start_is_that_times_the_capped_weight(name: str, table: LossRows) -> None:
+def test_corrected_gradient_is_that_times_the_capped_weight(name: str, table: LossRows) -> None:
     if loss(name).traits.per_sequence:
         table = replace(table, advantages=table.per_token(table.reward))
     leaf = table.proximal.clone().requires_grad_()

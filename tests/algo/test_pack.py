@@ -22,7 +22,7 @@ def seen_rows(p: Pack) -> list[list[int]]:
 
 @given(packs())
 @settings(max_examples=200)
-def test_every_trained_token_is_predicted_from_its_own_sequence_and_nothing_else(case: tuple) -> None:
+def test_every_trained_token_is_predicted_from_its_own_past(case: tuple) -> None:
     groups, share, multiple = case
     p = pack(groups, share=share, multiple=multiple)
     seen = seen_rows(p)
@@ -71,7 +71,7 @@ def test_every_trained_token_knows_its_row_of_the_table(case: tuple) -> None:
 
 
 @given(packs())
-def test_row_is_padded_to_the_multiple_and_padding_is_never_seen_or_trained(case: tuple) -> None:
+def test_row_is_padded_and_padding_is_never_seen_or_trained(case: tuple) -> None:
     groups, share, multiple = case
     p, unpadded = pack(groups, share=share, multiple=multiple), pack(groups, share=share)
     filled = unpadded.num_tokens
@@ -83,7 +83,7 @@ def test_row_is_padded_to_the_multiple_and_padding_is_never_seen_or_trained(case
 
 
 @given(packs())
-def test_sharing_never_costs_a_token_and_apart_counts_every_sequence(case: tuple) -> None:
+def test_sharing_never_costs_a_token(case: tuple) -> None:
     groups, _, _ = case
     shared, apart = pack(groups), pack(groups, share=False)
     assert shared.num_tokens <= apart.num_tokens == apart.tokens_apart == shared.tokens_apart
@@ -91,7 +91,7 @@ def test_sharing_never_costs_a_token_and_apart_counts_every_sequence(case: tuple
 
 
 @given(packs())
-def test_rows_are_the_same_tree_in_whatever_order_the_samples_come(case: tuple) -> None:
+def test_rows_are_the_same_tree_in_any_order_of_samples(case: tuple) -> None:
     groups, _, multiple = case
     one = pack(groups, multiple=multiple)
     other = pack([group[::-1] for group in groups[::-1]], multiple=multiple)
@@ -113,7 +113,7 @@ def test_siblings_share_their_prompt() -> None:
     assert p.tokens_apart == 9
 
 
-def test_a_turn_that_siblings_share_stands_once_and_each_trains_it_in_its_own_row_of_the_table() -> None:
+def test_shared_turn_stands_once_and_each_trains_its_row() -> None:
     """Turn 4 5 with the tool's word 9: two siblings go on, one ended before, one went another way."""
     prompt = [1, 2, 3]
     mask = [True, True, False, True, True]
@@ -141,7 +141,7 @@ def test_common_beginning_of_all_groups_stands_once() -> None:
     assert p.positions.tolist()[30:] == [30, 30, 31]
 
 
-def test_what_follows_the_last_trained_token_and_samples_without_one_do_not_run() -> None:
+def test_untrained_tails_and_samples_do_not_run() -> None:
     p = pack([[Sample([1, 2], [3, 4, 5, 6], [True, True, False, False], 0, 0), Sample([1, 2], [7], [False], 1, 2)]])
     assert p.token_ids.tolist() == [1, 2, 3]
     assert p.targets.tolist() == [3, 4]
@@ -153,7 +153,7 @@ def test_without_sharing_every_sample_has_its_own_prompt() -> None:
     assert p.ends.tolist() == [3, 3, 3, 5, 5]
 
 
-def test_pack_without_a_trained_token_is_one_token_and_keeps_its_types() -> None:
+def test_pack_without_a_trained_token_is_one_token() -> None:
     p = pack([[Sample([1, 2], [3], [False], 0, 0)]])
     assert (p.num_tokens, len(p.logit_rows), len(p.targets), len(p.row_of_target)) == (1, 1, 0, 0)
     assert p.targets.dtype == p.row_of_target.dtype == p.table_rows.dtype == torch.int64
@@ -168,7 +168,7 @@ def test_stretches_of_the_docstring() -> None:
 
 
 @pytest.mark.parametrize(("common", "shared"), [(1, False), (20, True)])
-def test_a_common_stretch_stands_once_where_that_saves_more_than_its_own_call_costs(common: int, shared: bool) -> None:
+def test_common_stretch_stands_once_where_that_saves(common: int, shared: bool) -> None:
     found = tree_segments([common + 100, common + 100], [common])
     assert len(found) == (3 if shared else 2)
 

@@ -141,7 +141,7 @@ def test_generalised_advantages_are_verls_across_observations(verl, table: LossR
     torch.testing.assert_close(found, other, rtol=1e-6, atol=1e-6)
 
 
-def test_difference_single_samples_have_no_advantage_where_verl_gives_them_their_reward(verl) -> None:
+def test_verl_single_samples_get_no_advantage_here(verl) -> None:
     table = make([2, 1, 1], [5.0, 1.0, 0.0], [0, 1, 1])
     theirs = {name: of_verl(verl, name, table).tolist()[0] for name in ("grpo", "rloo", "opo", "rloo_vectorized")}
     assert theirs == {"grpo": pytest.approx(5.0, abs=1e-4), "rloo": 5.0, "opo": 5.0, "rloo_vectorized": 0.0}
@@ -149,7 +149,7 @@ def test_difference_single_samples_have_no_advantage_where_verl_gives_them_their
         assert advantage(name)(table).tolist()[:2] == [0.0, 0.0]
 
 
-def test_difference_equal_returns_have_no_advantage_where_verls_whitening_leaves_some(verl) -> None:
+def test_verl_equal_returns_get_no_advantage_here(verl) -> None:
     table = make([1, 1], [5.0, 5.0])
     assert advantage("reinforce_pp")(table).tolist() == [0.0, 0.0]
     leak = of_verl(verl, "reinforce_plus_plus", table, verl.AlgoConfig(gamma=1.0))
@@ -260,7 +260,7 @@ def test_difference_verls_bounds_are_those_of_the_inverse_weight(verl) -> None:
     assert ours.tolist() == [0.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_difference_rejected_tokens_stay_in_the_denominator_where_verl_counts_the_rest(verl) -> None:
+def test_verl_rejected_tokens_stay_in_the_denominator_here(verl) -> None:
     table = replace(make([1, 1], [0.0, 0.0], advantages=[1.0, 1.0]), proximal=numbers([-1.0, 1.0]))
     gap = table.proximal - table.behaviour
     kept, _ = verl.compute_rollout_rejection_mask(grid(gap, table), mask(table), "seq_sum_k1", "0.5_2.0")

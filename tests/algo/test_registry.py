@@ -49,7 +49,7 @@ def refusal(*overrides: str) -> ConfigError:
     return caught.value
 
 
-def test_settings_of_an_algorithm_are_complete_in_the_configuration() -> None:
+def test_settings_of_an_algorithm_are_complete() -> None:
     config = load(compose_values("algo.loss.clip_low=0.1"))
     assert config.model_dump()["algo"]["loss"] == {"name": "ppo", "clip_low": 0.1, "clip_high": 0.28, "dual_clip": None}
     assert load(config.model_dump()) == config
@@ -86,7 +86,7 @@ def test_unknown_name_and_setting_are_refused_by_field(override: str, field: str
     assert remedy in error.remedy
 
 
-def test_own_loss_has_its_settings_and_is_not_imported_by_the_launcher() -> None:
+def test_own_loss_has_settings_unseen_by_the_launcher() -> None:
     config = load(compose_values("algo.loss=own_losses:scaled", "algo.loss.scale=3.0"))
     assert "own_losses" not in sys.modules
     loss = LOSSES.find(config.algo.loss)
@@ -99,7 +99,7 @@ def test_own_loss_has_its_settings_and_is_not_imported_by_the_launcher() -> None
         LOSSES.find(Choice(name="own_losses:gone"))
 
 
-def test_what_an_own_loss_says_of_itself_is_checked_by_the_trainer() -> None:
+def test_claims_of_an_own_loss_are_checked_by_the_trainer() -> None:
     config = tiny_config(**{"algo.loss": "own_losses:correcting"})
     with pytest.raises(ConfigError, match=r"algo.correction: got 'tis'. .*already weights this gap"):
         Objective(config.algo, config.rollout)

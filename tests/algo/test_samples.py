@@ -32,7 +32,7 @@ def weights(groups: list[Group], aggregation: str, chosen: list[Sample] | None =
 
 
 @pytest.mark.parametrize(("mask", "inputs"), [("11001", 6), ("1100", 3), ("1", 2), ("000", 0), ("", 0)])
-def test_tokens_are_read_up_to_the_one_before_the_last_that_is_trained(mask: str, inputs: int) -> None:
+def test_tokens_are_read_up_to_the_one_before_the_last_trained(mask: str, inputs: int) -> None:
     """The prompt has two tokens."""
     assert Sample([12, 11], [5] * len(mask), [one == "1" for one in mask], 0, 0).num_inputs == inputs
 
@@ -44,7 +44,7 @@ def test_denominators_by_hand() -> None:
     assert weights(groups, "constant").tolist() == [1 / 40] * 10
 
 
-def test_step_over_some_samples_has_their_denominator_and_gives_the_others_nothing() -> None:
+def test_step_over_some_samples_keeps_their_denominator() -> None:
     groups = [group(0, [1, 3]), group(1, [2, 4])]
     second = build_samples(groups)[1]  # 6 tokens, 2 sequences
     assert weights(groups, "token", second).tolist() == [0.0] * 4 + [1 / 6] * 6
@@ -73,7 +73,7 @@ def test_step_over_no_sample_gives_nothing(aggregation: str) -> None:
     assert weights([group(0, [2, 3])], aggregation, []).tolist() == [0.0] * 5
 
 
-def test_turns_are_joined_and_only_what_the_policy_wrote_is_trained() -> None:
+def test_only_what_the_policy_wrote_is_trained_in_joined_turns() -> None:
     first = Completion([7, 8], [-0.1, -0.2], [VersionSpan(0, 0, 2)], "stop")
     second = Completion([9], [-0.3], [VersionSpan(1, 0, 1)], "stop")
     played = Trajectory([Turn([], first), Turn([50, 51], second)], 1.0)
@@ -96,7 +96,7 @@ lengths = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size
 
 
 @given(lengths, st.sampled_from(AGGREGATIONS), st.randoms())
-def test_weights_do_not_depend_on_the_order_of_groups_and_members(sizes, aggregation, shuffler: random.Random) -> None:
+def test_weights_do_not_depend_on_order_in_groups(sizes, aggregation, shuffler: random.Random) -> None:
     groups = [group(i, one) for i, one in enumerate(sizes)]
     shuffled = [
         Group(g.uid, g.slot, g.prompt_ids, shuffler.sample(g.trajectories, len(g.trajectories)), g.task) for g in groups
@@ -126,7 +126,7 @@ def test_empty_answer_changes_no_weight_of_the_others(aggregation: str) -> None:
 
 
 @given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=4), st.data())
-def test_into_how_many_samples_an_episode_is_cut_changes_neither_weights_nor_advantages(sizes, data) -> None:
+def test_cuts_of_an_episode_change_no_weight_or_advantage(sizes, data) -> None:
     """Nor what any token is predicted from."""
 
     def episode(lengths: list[int]) -> Trajectory:

@@ -30,7 +30,7 @@ def test_nothing_set_changes_nothing(table: TokenTable) -> None:
     assert trainable(table, OFF).tolist() == [True] * table.num_tokens
 
 
-def test_overlong_answers_lose_up_to_the_penalty_in_the_buffer_and_no_more_beyond() -> None:
+def test_overlong_penalty_grows_in_the_buffer_and_then_stays() -> None:
     # limit 10, buffer 4: nothing up to 6 tokens, then a quarter for each
     assert rewards(overlong_buffer=4) == [1.0, 1.0, -0.25, 0.5, -4.0, -0.5]
     assert rewards(overlong_buffer=4, overlong_penalty=2.0) == [1.0, 1.0, -0.5, 0.0, -5.0, -1.5]
@@ -56,7 +56,7 @@ def test_equal_rewards_are_normalised_to_exactly_nothing(equal: list[float]) -> 
     assert rewards(make([1] * len(equal), equal), normalize=True) == [0.0] * len(equal)
 
 
-def test_penalties_come_before_the_clip_and_the_clip_before_the_normalisation() -> None:
+def test_penalties_come_before_clip_and_normalisation() -> None:
     settings = {"overlong_buffer": 4, "overlong_penalty": 1.0, "length_penalty": 0.5, "clip": 1.0}
     clipped = [0.9, 0.7, -0.6, 0.1, -1.0, -1.0]  # 0.9, 0.7, -0.25 - 0.35, 0.5 - 0.4, -4.5, -0.5 - 0.6
     assert rewards(**settings) == pytest.approx(clipped)
@@ -82,7 +82,7 @@ def test_rewards_of_turns_and_tokens_stay_as_they_are() -> None:
     assert rewards(table, clip=0.25) == [0.25, 0.0]
 
 
-def test_episode_of_several_answers_goes_by_its_longest_and_pays_for_all() -> None:
+def test_episode_goes_by_its_longest_answer_and_pays_for_all() -> None:
     table = make([12, 9], [1.0, 1.0], turn=[0] * 4 + [1] * 8 + [0] * 9)
     assert rewards(table, overlong_buffer=4) == [0.5, 0.25]  # 8 of 12, and 9
     assert rewards(table, length_penalty=1.0) == pytest.approx([1 - 1.2, 1 - 0.9])

@@ -27,7 +27,7 @@ def test_mean_and_unbiased_deviation_are_those_of_the_own_group() -> None:
     assert found.deviation().tolist() == [7**0.5] * 3 + [0.0] * 3  # of one alone, too
 
 
-def test_where_rewards_are_equal_nothing_is_spread_whatever_their_mean_leaves() -> None:
+def test_equal_rewards_are_not_spread_whatever_their_mean() -> None:
     found = groups([0.1] * 3, [1.0, 2.0])
     assert found.spread(torch.arange(1.0, 6.0)).tolist() == [0.0] * 6 + [4.0] * 2 + [5.0] * 2
 

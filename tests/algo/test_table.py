@@ -58,7 +58,7 @@ def test_sums_and_last_rows_by_hand() -> None:
     assert table.per_token(torch.tensor([5, 6, 7])).tolist() == [5, 5, 7, 7, 7]
 
 
-def test_rows_keep_the_numbers_of_samples_and_take_the_type_of_the_model() -> None:
+def test_rows_keep_sample_numbers_and_take_the_models_type() -> None:
     table = make([2, 1, 3], [1.0, 2.0, 3.0], keep=[True, True, False, True, False, True], lag=range(6))
     rows = table.rows(rows_of(table, [2, 0]), torch.float32)
     assert rows.sample.tolist() == [2, 2, 2, 0, 0]

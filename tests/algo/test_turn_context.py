@@ -25,7 +25,7 @@ TREE = Trajectory(
 )
 
 
-def test_ways_of_a_fork_come_after_one_turn_and_begin_in_one_context() -> None:
+def test_ways_of_a_fork_come_after_one_turn_in_one_context() -> None:
     found = turn_contexts(TREE, P)
     assert [one.parent for one in found] == [-1, 0, 1, 0, 3]
     assert [one.share for one in found] == [1.0, 0.5, 0.5, 0.5, 0.5]
@@ -45,7 +45,7 @@ def test_table_holds_them_for_every_token() -> None:
     assert table.truncated.tolist() == [True, False]  # one of its ways
 
 
-def test_what_comes_after_a_turn_is_the_mean_over_its_ways_and_the_reward_of_all_comes_at_their_ends() -> None:
+def test_what_follows_a_turn_is_the_mean_over_its_ways() -> None:
     table = table_of(TREE)
     turns = table.turns
     assert turns.ends.tolist() == [0.0, 0.0, 1.0, 0.0, 1.0]
@@ -91,7 +91,7 @@ def test_each_role_follows_itself_on_the_way_that_leads_to_it() -> None:
     assert of.to_go(of.turn_rewards(), 1.0).tolist() == [4.0, 4.0, 4.0, 2.0 + 12 / 2, 12.0]
 
 
-def test_context_that_comes_again_on_one_way_is_another_and_one_on_two_ways_is_not() -> None:
+def test_repeated_context_on_one_way_is_another() -> None:
     again = [said(4), *(said(n, observation=[9], begins=True) for n in (5, 6, 7))]
     found = turn_contexts(Trajectory(again), P)
     assert [one.context[1] for one in found] == [0, 0, 1, 2]

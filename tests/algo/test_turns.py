@@ -10,7 +10,7 @@ from tests.fakes import completion
 
 
 @pytest.mark.parametrize("ways", [1, 3, 7, 10, 49])
-def test_reward_of_an_episode_comes_at_the_end_of_its_ways_and_nowhere_before(ways: int) -> None:
+def test_episode_reward_comes_at_the_end_of_its_ways(ways: int) -> None:
     """The sum is exact, whatever the number of shares."""
     trunk = [Turn([], completion()), Turn([5], completion())]
     branches = [Turn([7], completion(), begins=True, fork=0) for _ in range(ways - 1)]

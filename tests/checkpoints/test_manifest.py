@@ -60,7 +60,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGES.values(), ids=DAMAGES.keys())
-def test_damaged_one_is_refused_with_the_reason_and_the_one_before_used(
+def test_damaged_checkpoint_is_refused_and_the_last_one_used(
     damage: Callable[[Path], object], reason: str, tmp_path: Path
 ) -> None:
     store = CheckpointStore(tmp_path)
@@ -73,7 +73,7 @@ def test_damaged_one_is_refused_with_the_reason_and_the_one_before_used(
     assert reason in text
 
 
-def test_manifest_of_another_format_or_that_names_files_outside_is_refused(tmp_path: Path) -> None:
+def test_manifest_of_other_format_or_outside_files_is_refused(tmp_path: Path) -> None:
     folder = write(CheckpointStore(tmp_path), 1)
     whole = manifest.read(folder)
     (tmp_path / "secret").write_bytes(b"x")
@@ -166,7 +166,7 @@ class Run:
         return os.mkdir, (str(self.mark),)
 
 
-def test_pickle_that_names_anything_else_is_refused_and_runs_nothing(tmp_path: Path) -> None:
+def test_pickle_of_anything_else_is_refused_and_runs_nothing(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Run(tmp_path / "mark")))
     with pytest.raises(RecordError, match=r"it names posix\.mkdir, which this format does not allow"):
         torch_dist.read_metadata(tmp_path)
@@ -186,7 +186,7 @@ class Attribute:
         return getattr, (self.of, self.name)
 
 
-def test_memory_format_is_read_as_every_python_writes_it_and_no_other_attribute() -> None:
+def test_memory_format_of_every_python_is_read_and_no_other() -> None:
     formats = metadata._MEM_FORMAT_ENCODING
     for written in (formats.TORCH_CHANNELS_LAST, Attribute(formats, "TORCH_CHANNELS_LAST")):
         found = torch_dist.parse(pickle.dumps(metadata.Metadata({}, planner_data=written)))

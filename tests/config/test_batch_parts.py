@@ -37,7 +37,7 @@ def test_settings_that_need_a_whole_batch_are_refused(changes: dict[str, Any], f
     tiny_config(**PARTS | changes | {"trainer.batch_parts": 1})
 
 
-def test_own_estimator_that_compares_groups_is_refused_by_the_trainer() -> None:
+def test_own_estimator_that_compares_groups_is_refused() -> None:
     config = tiny_config(**PARTS)
     check_traits(config, AdvantageTraits(), LossTraits())
     with pytest.raises(ConfigError, match="needs the whole batch"):

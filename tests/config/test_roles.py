@@ -27,7 +27,7 @@ def config(roles: dict[str, dict[str, Any]], **changes: Any) -> Config:
     return tiny_config(**{**lora, "agents.roles": roles, **changes})
 
 
-def test_the_trained_adapters_are_those_of_the_roles_and_policy_where_none_is_named() -> None:
+def test_trained_adapters_are_those_of_the_roles() -> None:
     assert tiny_config().agents.adapters == ("policy",)
     assert tiny_config().agents.adapter_of("anything") == "policy"
     two = config({"solver": {"adapter": "b"}, "proposer": {"adapter": "a"}, "critic": {"adapter": "b"}})
@@ -67,21 +67,19 @@ def test_what_cannot_be_trained_or_served_is_refused_by_name(
 
 
 @pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
-def test_roles_are_refused_for_models_whose_adapters_engines_do_not_serve(family: str) -> None:
+def test_roles_are_refused_for_models_without_served_adapters(family: str) -> None:
     for name, roles in (("a", {"a": {"adapter": "b"}}), ("old", {"old": {"past": PAST}})):
         with pytest.raises(ConfigError, match=rf"agents.roles: got \['{name}'\].*engines serve adapters of"):
             require(one := config(roles), _roles(one, {"architectures": [family]}))
     require(one := config({"a": {}}), _roles(one, {"architectures": [family]}))
 
 
-def test_roles_of_one_adapter_that_engines_never_see_need_no_lora() -> None:
+def test_roles_of_one_adapter_without_engines_need_no_lora() -> None:
     assert tiny_config(**{"agents.roles": {"player": {"adapter": "policy"}}}).agents.adapters == ("policy",)
 
 
 @given(every=st.integers(1, 5), keep=st.integers(1, 5), staleness=st.integers(0, 4), newest=st.integers(0, 60))
-def test_engines_keep_whatever_a_running_episode_may_have_drawn_and_no_more_than_is_counted(
-    every: int, keep: int, staleness: int, newest: int
-) -> None:
+def test_engines_keep_what_an_episode_may_have_drawn(every: int, keep: int, staleness: int, newest: int) -> None:
     past = PastConfig(every=every, keep=keep)
     admitted = range(max(0, newest - staleness), newest + 1)
     drawn = {version for at in admitted for version in past.drawn(at)}
@@ -90,7 +88,7 @@ def test_engines_keep_whatever_a_running_episode_may_have_drawn_and_no_more_than
     assert len(drawn - set(admitted)) <= keep
 
 
-def test_an_evaluation_keeps_the_past_version_of_the_version_that_it_began_with() -> None:
+def test_evaluation_keeps_the_past_version_it_began_with() -> None:
     made = config({"opponent": {"past": PAST}}, **{"rollout.max_staleness": 1})
     use = ServedAdapters(names=adapter_names(made, "run"), past_versions=made.past_versions)
     assert use.in_use(3).past == {"policy": [0, 2]}
@@ -100,7 +98,7 @@ def test_an_evaluation_keeps_the_past_version_of_the_version_that_it_began_with(
     assert use.in_use(20).past == {"policy": [14, 16, 18, 20]}
 
 
-def test_an_engine_has_room_for_every_version_of_every_adapter_and_for_past_versions() -> None:
+def test_engine_has_room_for_every_adapter_version() -> None:
     roles = {"solver": {"adapter": "a"}, "proposer": {"adapter": "b"}, "old": {"adapter": "a", "past": PAST}}
     for questions, expected in ((0, 5 * 2 + 3), (4, 6 * 2 + 3 + 1)):
         changes = {"rollout.max_staleness": 3, "eval.questions": questions}

@@ -62,7 +62,7 @@ def test_engines_that_release_their_memory_have_no_host_caches(field: str, clust
     assert caught.value.field == field
 
 
-def test_deterministic_engines_draft_nothing_and_cache_in_one_place() -> None:
+def test_deterministic_engines_draft_nothing_with_one_cache() -> None:
     alone = {"deterministic": True, "rollout.max_staleness": 0}
     for base in (NGRAM, CACHED):
         with pytest.raises(ConfigError) as caught:
@@ -84,7 +84,7 @@ def test_engines_get_sglangs_arguments() -> None:
     assert "--enable-hierarchical-cache" in argv
 
 
-def test_experts_on_gpus_run_on_kernels_that_leave_their_weights_as_they_were_loaded() -> None:
+def test_experts_on_gpus_run_on_kernels_that_keep_weights() -> None:
     assert expert_args(tiny_config().engine, gpu=True) == {"moe_runner_backend": "triton"}
     assert expert_args(tiny_config().engine, gpu=False) == {}
     exchanged = {"engine.server_args": {"moe_a2a_backend": "deepep"}, "weights.verify": False}
@@ -94,7 +94,7 @@ def test_experts_on_gpus_run_on_kernels_that_leave_their_weights_as_they_were_lo
 BACKENDS = {ARGS: {"attention_backend": "triton", "sampling_backend": "pytorch"}}
 
 
-def test_engines_on_gpus_get_the_backends_that_they_are_told_and_otherwise_choose_them() -> None:
+def test_engines_on_gpus_get_the_named_backends() -> None:
     for base, wanted in ((BACKENDS, True), ({}, False)):
         argv = server_argv(tiny_config(**base).engine, Path("/model"), "http://127.0.0.1:1", gpu=True, seed=0)
         assert ("--attention-backend" in argv, "--sampling-backend" in argv) == (wanted, wanted)
@@ -112,7 +112,7 @@ def test_engines_on_gpus_get_the_backends_that_they_are_told_and_otherwise_choos
         ({ARGS: {"sampling_backend": "flashinfer"}}, f"{ARGS}.sampling_backend"),
     ],
 )
-def test_cpus_do_not_draft_and_have_one_cache_and_backends_of_their_own(base: dict[str, Any], field: str) -> None:
+def test_cpus_do_not_draft_and_have_their_own_backends(base: dict[str, Any], field: str) -> None:
     check_platforms(tiny_config(**base), 1)
     with pytest.raises(ConfigError, match="CPUs") as caught:
         check_platforms(tiny_config(**base), 0)

@@ -28,9 +28,7 @@ GRAPHS = 4
 
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_compiles_for_packs_of_any_length_with_few_graphs(
-    shape: str, gpu: str, apart: Callable[..., Any]
-) -> None:
+def test_attention_compiles_for_any_length_with_few_graphs(shape: str, gpu: str, apart: Callable[..., Any]) -> None:
     told = apart(compile_packs, gpu, SHAPES[shape], LENGTHS)
     made = [kernel for one in told for kernel in one["kernels"]]
     assert set(made) == {gpu}
@@ -38,7 +36,7 @@ def test_attention_compiles_for_packs_of_any_length_with_few_graphs(
     assert told[-1]["graphs"] <= GRAPHS, told
 
 
-def test_attention_whose_saved_tensors_are_offloaded_compiles_to_the_same_graphs(apart: Callable[..., Any]) -> None:
+def test_offloaded_attention_compiles_to_the_same_graphs(apart: Callable[..., Any]) -> None:
     shape, lengths = SHAPES["qwen3_8b"], LENGTHS[:6]
     without = apart(compile_packs, "sm_90", shape, lengths)
     told = apart(partial(compile_packs, offload=True), "sm_90", shape, lengths)

@@ -148,9 +148,7 @@ BESIDE_CASES = {
 
 
 @pytest.mark.parametrize("case", ranked(BESIDE_CASES))
-def test_a_batch_is_trained_while_all_weights_are_staged_and_none_is_sent(
-    case: Case, step: Callable[[Case], dict[str, Any]]
-) -> None:
+def test_batch_is_trained_while_weights_are_staged_not_sent(case: Case, step: Callable[[Case], dict[str, Any]]) -> None:
     """weights.overlap. Staging waits for the device once; nothing is streamed."""
     found = step(case)
     check(found)

@@ -38,7 +38,7 @@ def played(engine: FakeEngine, play: Callable[[GenerationClient], Coroutine[Any,
     return asked(engine, checked, names=adapter_names(config(), "run0"), retry_timeout=5.0, **settings)
 
 
-def test_requests_name_the_adapter_of_the_newest_version_and_tokens_have_that_version() -> None:
+def test_requests_name_the_newest_adapter_and_tokens_have_it() -> None:
     engine = answering()
 
     async def play(client: GenerationClient) -> list[Completion]:
@@ -54,7 +54,7 @@ def test_requests_name_the_adapter_of_the_newest_version_and_tokens_have_that_ve
     assert [request["extra_key"] for request in engine.requests] == ["run0-v0", "run0-v1", "run0-v2"]
 
 
-def test_a_completion_keeps_its_adapter_when_it_is_continued_after_a_publish() -> None:
+def test_completion_keeps_its_adapter_after_a_publish() -> None:
     whole = pieces(completion(2, (1,), "length"))
     for name in ("weight_versions", "finish_reason"):
         whole[-1]["meta_info"].pop(name)
@@ -82,7 +82,7 @@ def test_a_completion_keeps_its_adapter_when_it_is_continued_after_a_publish() -
     assert inferred == 0
 
 
-def test_a_publish_sends_no_request_again_that_waits_for_its_first_chunk() -> None:
+def test_publish_does_not_repeat_a_request_without_a_chunk() -> None:
     """Nothing is held: with full weights it would run under a prefix-cache key that is older than its weights."""
     going = asyncio.Event()
     slow: Reply = [going, stream(pieces(completion(3, (1,), "length")))]
@@ -190,9 +190,7 @@ def test_a_resumed_completion_has_one_version(one: Exchange, versions: list[Vers
 
 
 @pytest.mark.parametrize(("version", "expected"), [(3, [3, 3]), (2, [3, 3])])
-def test_a_resumed_episode_that_keeps_one_adapter_goes_on_with_it_or_starts_over(
-    version: int, expected: list[int]
-) -> None:
+def test_resumed_episode_keeps_its_adapter_or_starts_over(version: int, expected: list[int]) -> None:
     engine = answering()
 
     async def play(client: GenerationClient) -> list[int]:
@@ -207,7 +205,7 @@ def test_a_resumed_episode_that_keeps_one_adapter_goes_on_with_it_or_starts_over
     assert len(engine.requests) == (1 if version == 3 else 2)
 
 
-def test_no_two_starts_of_a_run_share_a_name_and_version_0_is_the_base() -> None:
+def test_starts_share_no_name_and_version_0_is_the_base() -> None:
     """SGLang loads an unloaded adapter again, from wherever it came, when a request names it."""
     first, second = (adapter_names(config(), run) for run in ("a", "b"))
     assert first

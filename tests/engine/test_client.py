@@ -52,7 +52,7 @@ def test_answers_arrive_as_sent_wherever_the_bytes_are_cut(answers, size, random
     assert asked(engine, lambda client: siblings(client, len(answers))) == answers
 
 
-def test_answers_are_bounded_by_the_cache_that_an_engine_turned_out_to_have() -> None:
+def test_answers_are_bounded_by_the_engines_real_cache() -> None:
     engine = FakeEngine(echo())
 
     async def play(client: GenerationClient) -> list[Completion]:
@@ -88,7 +88,7 @@ def test_siblings_become_one_request_of_n_samples() -> None:
     assert request["return_logprob"] is request["stream"] is True
 
 
-def test_samples_with_seeds_are_requests_of_their_own_and_are_drawn_alike_in_every_run() -> None:
+def test_seeded_samples_are_requests_drawn_alike_in_every_run() -> None:
     def seeds(run_seed: int, *samples: str) -> list[int]:
         engine = FakeEngine(echo())
 
@@ -111,7 +111,7 @@ def test_samples_with_seeds_are_requests_of_their_own_and_are_drawn_alike_in_eve
     assert "sampling_seed" not in plain.requests[0]["sampling_params"]
 
 
-def test_other_prompts_other_temperatures_and_greedy_answers_are_requests_of_their_own() -> None:
+def test_other_prompts_and_temperatures_are_other_requests() -> None:
     engine = FakeEngine(echo())
 
     async def play(client: GenerationClient) -> None:
@@ -143,7 +143,7 @@ def test_siblings_with_other_limits_are_requests_of_their_own() -> None:
     ("seed", "finish", "sent"),
     [(None, "stop", []), (None, "", [[*PROMPT, 7, 8]]), (0, "stop", [PROMPT]), (0, "", [PROMPT])],
 )
-def test_answers_of_a_saved_run_are_kept_but_drawn_anew_with_seeds(
+def test_answers_of_a_saved_run_are_kept_but_redrawn_if_seeded(
     seed: int | None, finish: str, sent: list[list[int]]
 ) -> None:
     """The last bits of an engine's numbers depend on whether it prefills a token or generates it, so a deterministic
@@ -165,7 +165,7 @@ def test_without_coalescing_every_sibling_is_a_request() -> None:
     assert [request["sampling_params"]["n"] for request in engine.requests] == [1, 1, 1]
 
 
-def test_siblings_are_spread_once_answers_are_much_longer_than_the_prompt_and_each_stays_where_it_is() -> None:
+def test_siblings_spread_once_answers_are_long_and_then_stay() -> None:
     engine = FakeEngine(echo(tokens=24))
 
     async def play(client: GenerationClient) -> None:
@@ -202,7 +202,7 @@ def test_turn_after_turn_asks_anew() -> None:
     assert len(engine.requests) == 2
 
 
-def test_held_requests_wait_for_release_and_then_carry_its_version() -> None:
+def test_held_requests_wait_and_carry_the_released_version() -> None:
     engine = FakeEngine(echo())
 
     async def play(client: GenerationClient) -> list[Completion]:
@@ -221,7 +221,7 @@ def test_held_requests_wait_for_release_and_then_carry_its_version() -> None:
     assert {answer.versions[0].version for answer in answers} == {7}
 
 
-def test_the_requests_of_a_group_go_to_one_replica_and_groups_to_all() -> None:
+def test_requests_of_a_group_go_to_one_replica() -> None:
     engine = FakeEngine(echo())
 
     async def play(client: GenerationClient) -> None:
@@ -237,7 +237,7 @@ def test_the_requests_of_a_group_go_to_one_replica_and_groups_to_all() -> None:
     assert not any("routed_dp_rank" in request for request in alone.requests)
 
 
-def test_siblings_that_are_spread_go_to_all_replicas_and_each_stays_where_it_is() -> None:
+def test_spread_siblings_go_to_all_replicas_and_stay() -> None:
     """Even with two replicas and few siblings, whose names differ in one digit."""
     engine = FakeEngine(echo())
 
@@ -334,13 +334,13 @@ FAULTS: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_answer_that_is_not_whole_is_an_engine_error_with_its_reason(fault: str) -> None:
+def test_answer_that_is_not_whole_is_an_engine_error(fault: str) -> None:
     change, reason = FAULTS[fault]
     with pytest.raises(EngineError, match=reason):
         asked(broken(change), siblings)
 
 
-def test_sample_that_nobody_asked_for_is_an_engine_error_not_a_hang() -> None:
+def test_unasked_sample_is_an_engine_error_not_a_hang() -> None:
     engine = FakeEngine(lambda _: stream([*pieces(completion(), 0), *pieces(completion(), 1)]))
     with pytest.raises(EngineError):
         asked(engine, siblings)
@@ -519,7 +519,7 @@ def streamed_in_two(going_on: asyncio.Event) -> Callable[[dict[str, Any]], list[
     return answer
 
 
-def test_every_token_is_counted_where_it_comes_in_also_for_a_session_that_was_closed() -> None:
+def test_tokens_of_a_closed_session_are_counted_too() -> None:
     going_on = asyncio.Event()
 
     async def play(client: GenerationClient) -> None:
@@ -538,7 +538,7 @@ def test_every_token_is_counted_where_it_comes_in_also_for_a_session_that_was_cl
     asked(FakeEngine(streamed_in_two(going_on)), play)
 
 
-def test_session_says_whether_it_waits_for_a_publish_or_for_which_piece() -> None:
+def test_session_says_which_publish_or_piece_it_waits_for() -> None:
     going_on = asyncio.Event()
 
     async def play(client: GenerationClient) -> None:

@@ -102,7 +102,7 @@ def silenced(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     st.integers(1, len(ALPHABET)),
 )
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_answer_that_is_cut_short_goes_on_from_its_last_token_as_if_nothing_had_happened(cuts, stop, limit) -> None:
+def test_cut_answer_goes_on_from_its_last_token(cuts, stop, limit) -> None:
     engine = cut_at(cuts, stop)
     settings = {"max_new_tokens": limit, "stop_token_ids": [] if stop is None else [stop], "retry_timeout": 5.0}
     seen: list[GenerationSession] = []
@@ -133,7 +133,7 @@ def test_answer_that_is_cut_short_goes_on_from_its_last_token_as_if_nothing_had_
     st.lists(st.integers(0, 2), min_size=10, max_size=10),
 )
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_versions_ascend_and_are_never_younger_than_those_that_wrote(cuts, publishes: list[int]) -> None:
+def test_versions_ascend_and_are_never_younger_than_writers(cuts, publishes: list[int]) -> None:
     """I4, whatever is cut and published meanwhile: exact where an engine told, and otherwise a lower bound."""
     coming = iter(publishes)
     wrote: list[int] = []
@@ -159,7 +159,7 @@ def test_versions_ascend_and_are_never_younger_than_those_that_wrote(cuts, publi
             assert span.version <= wrote[place] if span.inferred else span.version == wrote[place]
 
 
-def test_tokens_of_a_broken_stream_take_the_version_that_all_served_when_they_were_asked_for() -> None:
+def test_tokens_of_a_broken_stream_take_the_version_asked_for() -> None:
     engine = cut_at([("reset", 2), ("abort", 2), ("end", 1)], None)
 
     async def play(client: GenerationClient) -> Completion:
@@ -189,7 +189,7 @@ def test_each_sibling_goes_on_by_itself() -> None:
     assert [len(request["input_ids"]) for request in engine.requests] == [len(PROMPT), len(PROMPT) + 1]
 
 
-def test_sibling_that_goes_on_by_itself_is_asked_once_while_the_others_are_awaited() -> None:
+def test_lone_sibling_is_asked_once_while_others_are_awaited() -> None:
     """The request of the siblings ends after its continuation began, whose end it is not."""
     continued = asyncio.Event()
 
@@ -232,9 +232,7 @@ NEVER: dict[str, tuple[Reply, str]] = {
 
 
 @pytest.mark.parametrize("way", NEVER)
-def test_answer_that_never_comes_is_an_engine_error_with_the_time_the_attempts_and_the_reason(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_answer_is_an_error_with_time_and_attempts(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "FIRST_DELAY", 0.001)
     reply, reason = NEVER[way]
     engine = FakeEngine(lambda _: reply)
@@ -266,7 +264,7 @@ def test_refused_request_is_not_asked_again() -> None:
         assert len(engine.requests) == 1
 
 
-def test_requests_of_a_group_carry_one_routing_key_and_those_of_others_their_own() -> None:
+def test_requests_of_a_group_carry_one_routing_key() -> None:
     engine = FakeEngine(echo())
 
     async def play(client: GenerationClient) -> None:
@@ -316,7 +314,7 @@ def started_late(gate: asyncio.Event) -> Reply:
     return [gate, stream(pieces(completion(tokens=4, versions=(7, 8))))]
 
 
-def test_request_that_a_publish_overtakes_is_asked_anew_under_the_new_key() -> None:
+def test_overtaken_request_is_asked_anew_under_the_new_key() -> None:
     engine, found, client = across_a_publish(started_late)
     assert [request["extra_key"] for request in engine.requests] == ["run0-v7", "run0-v8"]
     assert found.versions == [VersionSpan(8, 0, 3)]
@@ -341,7 +339,7 @@ def test_request_that_two_publishes_overtake_is_asked_anew_once() -> None:
     assert found.versions == [VersionSpan(9, 0, 3)]
 
 
-def test_sibling_that_was_whole_before_a_publish_overtook_its_request_is_not_asked_anew() -> None:
+def test_whole_sibling_of_an_overtaken_request_is_kept() -> None:
     going_on = asyncio.Event()
 
     def begun(request: dict[str, Any]) -> Reply:
@@ -367,7 +365,7 @@ def test_sibling_that_was_whole_before_a_publish_overtook_its_request_is_not_ask
     assert [answer.versions[0].version for answer in (first, second)] == [7, 8]
 
 
-def test_hold_that_is_repeated_counts_what_a_publish_retracts_once() -> None:
+def test_repeated_hold_counts_what_a_publish_retracts_once() -> None:
     gate = asyncio.Event()
 
     async def play(client: GenerationClient) -> int:
@@ -401,7 +399,7 @@ def test_request_that_had_begun_keeps_its_tokens() -> None:
     ("settings", "key"),
     [({"pause_mode": "retract"}, "v7"), ({"pause_mode": "abort"}, "v7"), ({"cache_key": "group"}, "g")],
 )
-def test_where_caches_are_flushed_or_shared_nothing_is_asked_anew(settings: dict[str, Any], key: str) -> None:
+def test_flushed_or_shared_caches_ask_nothing_anew(settings: dict[str, Any], key: str) -> None:
     engine, found, _ = across_a_publish(started_late, **settings)
     assert found == completion(tokens=4, versions=(7, 8))
     assert [request["extra_key"] for request in engine.requests] == [f"run0-{key}"]

@@ -82,7 +82,7 @@ def ask(engine: Engine, *turns: list[int], **settings: Any) -> list[Completion]:
 
 @given(st.lists(st.tuples(st.sampled_from(CUTS), st.integers(0, 5)), max_size=5), st.integers(1, len(WRITTEN)))
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_every_token_but_the_last_has_its_experts_however_the_answer_was_cut(cuts, limit) -> None:
+def test_every_token_but_the_last_has_its_experts(cuts, limit) -> None:
     engine = Engine(cuts)
     (answer,) = ask(engine, max_new_tokens=limit, retry_timeout=5.0)
     assert answer.token_ids == WRITTEN[:limit]
@@ -115,7 +115,7 @@ def test_a_conversation_that_was_changed_is_told_from_its_start() -> None:
     assert asked(Engine(), play, routing=SHAPE, max_new_tokens=2).routing == kept(0, 5)
 
 
-def test_siblings_of_one_request_have_their_own_and_evaluation_asks_for_none() -> None:
+def test_siblings_have_their_experts_and_evaluation_none() -> None:
     engine = Engine()
 
     async def play(client: GenerationClient) -> list[Completion]:
@@ -138,7 +138,7 @@ FAULTS: dict[str, tuple[Callable[[bytes], bytes | None], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_engine_that_does_not_tell_is_an_error_with_its_reason(fault: str) -> None:
+def test_engine_that_does_not_tell_experts_is_an_error(fault: str) -> None:
     change, reason = FAULTS[fault]
     with pytest.raises(EngineError, match=reason):
         ask(Engine(change=change), max_new_tokens=2)

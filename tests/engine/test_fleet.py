@@ -115,7 +115,7 @@ def update(engines: list[Engine], fleet: Fleet, version: int = 4, mode: str = "i
         protocol.label(version)
 
 
-def test_update_pauses_sends_names_the_version_after_the_last_byte_and_goes_on(engines, fleet) -> None:
+def test_update_pauses_sends_names_and_goes_on(engines, fleet) -> None:
     update(engines, fleet)
     for engine in engines:
         assert engine.calls == UPDATE
@@ -124,7 +124,7 @@ def test_update_pauses_sends_names_the_version_after_the_last_byte_and_goes_on(e
     assert set(fleet.versions().values()) == {"4"}
 
 
-def test_failure_while_sending_leaves_all_paused_and_the_old_version(engines, fleet) -> None:
+def test_failed_send_leaves_all_paused_and_the_old_version(engines, fleet) -> None:
     protocol = Update(fleet, mode="in_place")
     with pytest.raises(RuntimeError, match="half-way"), protocol.paused(), protocol.session():
         raise RuntimeError("half-way")
@@ -134,7 +134,7 @@ def test_failure_while_sending_leaves_all_paused_and_the_old_version(engines, fl
 
 @pytest.mark.parametrize("path", [path for path in UPDATE if path not in ("SENT", "/begin_weight_update")])
 @pytest.mark.parametrize("fault", [(400, {"detail": "no"}), (200, {"success": False, "message": "no"})])
-def test_engine_that_refuses_is_lost_and_told_and_the_others_go_on(path, fault, engines, fleet, router, capsys) -> None:
+def test_refusing_engine_is_lost_and_the_others_go_on(path, fault, engines, fleet, router, capsys) -> None:
     engines[1].faults[path] = fault
     update(engines, fleet)
     assert fleet.serving == [engines[0].url]
@@ -170,7 +170,7 @@ def test_engines_that_all_live_are_probed_once(engines, fleet, monkeypatch) -> N
     assert not fleet.lost
 
 
-def test_losing_the_last_engine_is_an_error_that_tells_every_loss(engines, fleet) -> None:
+def test_losing_the_last_engine_tells_every_loss(engines, fleet) -> None:
     for engine in engines:
         engine.faults["/flush_cache"] = (400, {})
     with pytest.raises(EngineError, match="no engine is left") as caught:
@@ -178,7 +178,7 @@ def test_losing_the_last_engine_is_an_error_that_tells_every_loss(engines, fleet
     assert all(engine.url in str(caught.value) for engine in engines)
 
 
-def test_requests_of_a_lost_engine_are_aborted_so_that_they_can_be_asked_elsewhere(engines, fleet) -> None:
+def test_requests_of_a_lost_engine_are_aborted(engines, fleet) -> None:
     fleet.lose(engines[0].url, "for a test")
     fleet._pool.shutdown(wait=True)
     assert engines[0].calls == ["/pause_generation"] * 2
@@ -186,7 +186,7 @@ def test_requests_of_a_lost_engine_are_aborted_so_that_they_can_be_asked_elsewhe
     assert engines[1].calls == []
 
 
-def test_server_without_sessions_is_updated_without_them_and_asked_once(engines, fleet) -> None:
+def test_server_without_sessions_is_asked_once(engines, fleet) -> None:
     for engine in engines:
         engine.faults["/begin_weight_update"] = (404, {"detail": "Not Found"})
     protocol = Update(fleet, mode="in_place")
@@ -206,7 +206,7 @@ def test_session_that_a_dead_trainer_left_open_is_closed_first(engines, fleet) -
 
 
 @pytest.mark.parametrize("mode", ["retract", "abort"])
-def test_caches_are_flushed_until_it_succeeds_unless_requests_keep_them(mode, engines, fleet) -> None:
+def test_caches_are_flushed_until_it_succeeds(mode, engines, fleet) -> None:
     engines[0].once["/flush_cache"] = (400, {})
     update(engines, fleet, mode=mode)
     assert engines[0].calls[:3] == ["/pause_generation", "/flush_cache", "/flush_cache"]
@@ -247,7 +247,7 @@ def test_view_of_rank_0_brings_a_lost_engine_back(engines, fleet) -> None:
 # --- engines and routers that were started again --------------------------------------------------------------
 
 
-def test_engine_that_was_started_again_joins_once_and_serves_after_its_update(engines, router) -> None:
+def test_restarted_engine_joins_once_and_serves_updated(engines, router) -> None:
     first, second = engines
     notes: list[tuple[str, str]] = []
     fleet = Fleet(
@@ -273,7 +273,7 @@ def test_engine_that_was_started_again_joins_once_and_serves_after_its_update(en
     fleet.close()
 
 
-def test_engine_that_fails_its_first_update_waits_for_its_next_incarnation(engines, router) -> None:
+def test_engine_failing_its_first_update_waits_for_the_next(engines, router) -> None:
     first, second = engines
     fleet = Fleet([first.url, second.url], Access("key0"), 5.0, router=router, on_lost=lambda *_: None)
     first.version = "restart-1"
@@ -317,7 +317,7 @@ class DeadRouter(Router):
         raise EngineError("the router does not answer")
 
 
-def test_engine_joins_although_the_router_is_being_started_again_and_the_router_learns_it_later(engines) -> None:
+def test_engine_joins_while_the_router_is_restarted(engines) -> None:
     router = DeadRouter()
     fleet = Fleet([engines[0].url], Access("key0"), 5.0, router=router)
     fleet.join(engines[1].url)
@@ -328,7 +328,7 @@ def test_engine_joins_although_the_router_is_being_started_again_and_the_router_
     fleet.close()
 
 
-def test_router_that_cannot_forget_an_engine_ends_the_run_unless_the_launcher_sees_to_it(engines) -> None:
+def test_router_that_cannot_forget_an_engine_ends_the_run(engines) -> None:
     urls = [engine.url for engine in engines]
     alone = Fleet(urls, Access("key0"), 5.0, router=DeadRouter())
     with pytest.raises(EngineError, match="the router does not answer"):
@@ -362,7 +362,7 @@ class Members:
         self.free.append(url)
 
 
-def test_engine_that_comes_gets_weights_serves_and_is_let_go_when_it_leaves(engines, router) -> None:
+def test_engine_that_comes_gets_weights_and_may_leave(engines, router) -> None:
     first, guest = engines
     members = Members()
     fleet = Fleet([first.url], Access("key0"), 5.0, router=router, register=members)
@@ -400,7 +400,7 @@ def test_engine_whose_lease_has_ended_is_lost(engines, router) -> None:
     fleet.close()
 
 
-def test_engine_of_the_run_may_leave_too_and_is_let_go_though_it_never_served(engines, router) -> None:
+def test_engine_of_the_run_may_leave_without_having_served(engines, router) -> None:
     first, second = engines
     members = Members()
     fleet = Fleet([first.url, second.url], Access("key0"), 5.0, router=router, register=members)
@@ -411,7 +411,7 @@ def test_engine_of_the_run_may_leave_too_and_is_let_go_though_it_never_served(en
     fleet.close()
 
 
-def test_trainers_that_start_again_find_the_attached_engines_that_serve(engines: list[Engine], router: Router) -> None:
+def test_restarted_trainers_find_the_attached_engines(engines: list[Engine], router: Router) -> None:
     """The one that the router does not know has no weights of the run yet."""
     first, second = engines
     router.kept = [first.url]
@@ -421,9 +421,7 @@ def test_trainers_that_start_again_find_the_attached_engines_that_serve(engines:
     fleet.close()
 
 
-def test_attached_engine_serves_only_once_it_has_weights_of_the_run_and_again_after_it_lost_them(
-    engines, router
-) -> None:
+def test_attached_engine_serves_only_with_weights_of_the_run(engines, router) -> None:
     ours, attached = engines
     attached.version = "default"
     fleet = Fleet([ours.url], Access("key0"), 5.0, attached=[attached.url], router=router, on_lost=lambda *_: None)

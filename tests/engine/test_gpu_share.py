@@ -64,7 +64,7 @@ def sizes(*argv: str) -> list[float | str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_weights_and_cache_are_the_same_part_of_a_gpu_whatever_others_use() -> None:
+def test_weights_and_cache_are_a_fixed_part_of_a_gpu() -> None:
     """More than is free is refused with the setting. SGLang alone takes 0.4 of what is free."""
     *same, refused = sizes(sglang_hooks.MEMORY_FRACTION, "0.4")
     assert same == pytest.approx([32.0] * 4)

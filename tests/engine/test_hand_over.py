@@ -97,7 +97,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     made.fleet.close()
 
 
-def test_every_released_weight_is_sent_again_before_the_first_token(rig: Rig) -> None:
+def test_every_released_weight_is_sent_before_the_first_token(rig: Rig) -> None:
     for version in (1, 2):
         rig.hand_over.give()
         assert all(rig.hand_over.released(engine.url) for engine in rig.engines)
@@ -140,7 +140,7 @@ class TrainerDied(BaseException):
 
 
 @pytest.mark.parametrize("number", range(1, len(TURN) + 1))
-def test_trainers_that_start_again_make_the_engines_release_their_memory_whatever_they_had_done_with_it(
+def test_restarted_trainers_make_engines_release_their_memory(
     number: int, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those died after the first engine had answered so many calls of a turn, and the other one less."""
@@ -174,7 +174,7 @@ def test_trainers_that_start_again_make_the_engines_release_their_memory_whateve
     assert rig.lost == []
 
 
-def test_engine_that_dies_without_its_memory_is_lost_and_the_other_generates(rig: Rig) -> None:
+def test_engine_dying_without_memory_is_lost_others_generate(rig: Rig) -> None:
     rig.hand_over.give()
     rig.engines[1].die()
     assert rig.publish(1)["engines"] == 1
@@ -183,7 +183,7 @@ def test_engine_that_dies_without_its_memory_is_lost_and_the_other_generates(rig
     assert rig.fleet.absent() == [rig.engines[1].url]
 
 
-def test_engine_that_was_restarted_during_the_turn_has_its_memory_and_follows(rig: Rig) -> None:
+def test_engine_restarted_in_the_turn_has_memory_and_follows(rig: Rig) -> None:
     rig.hand_over.give()
     rig.engines[1].die()
     rig.engines[1].start("restart-1")
@@ -206,7 +206,7 @@ def test_trainers_wait_for_an_engine_that_is_being_restarted(rig: Rig) -> None:
     assert rig.engines[1].released == {"weights", "kv_cache"}
 
 
-def test_engine_that_was_restarted_while_it_served_releases_its_memory_once(rig: Rig) -> None:
+def test_engine_restarted_while_serving_releases_memory_once(rig: Rig) -> None:
     rig.hand_over.give()
     rig.publish(1)
     rig.engines[1].die()
@@ -218,7 +218,7 @@ def test_engine_that_was_restarted_while_it_served_releases_its_memory_once(rig:
     assert rig.engines[1].broken == []
 
 
-def test_engine_that_is_lost_and_not_restarted_keeps_the_gpus_from_the_trainers(rig: Rig) -> None:
+def test_lost_engine_keeps_the_gpus_from_the_trainers(rig: Rig) -> None:
     """cluster.on_engine_death=fail. Until then the others go on."""
     engine, urls = rig.engines[1], [engine.url for engine in rig.engines]
     rig.fleet = Fleet(urls, Access("key0"), timeout=CALL_SECONDS)
@@ -239,7 +239,7 @@ def test_engine_that_does_not_come_back_ends_the_wait_by_name(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("path", sorted({path for path in TURN if "weights" not in path}))
-def test_engine_that_fails_a_call_is_lost_and_the_other_generates(path: str, rig: Rig) -> None:
+def test_engine_that_fails_a_call_is_lost_the_other_generates(path: str, rig: Rig) -> None:
     rig.engines[1].fails.add(path)
     rig.fleet.timeout = 4.0  # a flush that fails is tried again for so long
     if path in TURN[:3]:

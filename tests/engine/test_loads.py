@@ -63,7 +63,7 @@ sglang:generation_tokens_total{is_streaming="false"} 99.0
 """
 
 
-def test_counters_are_summed_over_ranks_and_give_rates_between_two_queries() -> None:
+def test_counters_are_summed_over_ranks_and_give_rates() -> None:
     before, now = counters_of(COUNTERS % 100), counters_of(COUNTERS % 300)
     assert before == {"prefill_compute": 10.0, "prefill_cache": 30.0, "decode": 101.0, "retracted": 2.0}
     assert rates_of(before, now, 4.0) == {"tokens_per_s": 50.0, "preemptions": 2.0}
@@ -71,7 +71,7 @@ def test_counters_are_summed_over_ranks_and_give_rates_between_two_queries() -> 
     assert rates_of(now, before, 1.0)["tokens_per_s"] == 101.0  # it was restarted
 
 
-def test_figures_have_the_documented_names_and_those_of_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_have_documented_names_per_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SCRAPE_SECONDS", 0.0)
     decoded = iter((100, 300))
 

@@ -105,7 +105,7 @@ def session_at(client: GenerationClient, born: int, sample: str = "g 0", **more:
     return client.generate(group="g", sample=sample, born=born, **more)
 
 
-def test_past_versions_are_drawn_among_the_newest_that_were_kept_at_the_admission() -> None:
+def test_past_versions_are_drawn_among_the_newest_kept() -> None:
     engine = answering()
 
     async def play(client: GenerationClient) -> list[set[int]]:
@@ -120,7 +120,7 @@ def test_past_versions_are_drawn_among_the_newest_that_were_kept_at_the_admissio
     assert {name for name in named(engine) if name} == {f"run0-v{version}" for version in (2, 4, 6, 8)}
 
 
-def test_an_episode_keeps_its_past_version_through_publishes_retries_and_a_resume() -> None:
+def test_episode_keeps_its_past_version_through_everything() -> None:
     whole = pieces(completion(2, (1,), "length"))
     for name in ("weight_versions", "finish_reason"):
         whole[-1]["meta_info"].pop(name)
@@ -218,6 +218,6 @@ def test_turns_of_past_versions_are_not_in_the_trajectory() -> None:
     assert found.reward == 1.0
 
 
-def test_an_episode_in_which_no_trained_role_had_a_turn_fails_by_name() -> None:
+def test_episode_without_a_turn_of_a_trained_role_fails() -> None:
     with pytest.raises(EpisodeFailed, match=r"no_turn: .*a role that is trained"):
         trajectory("old", "old")

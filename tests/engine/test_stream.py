@@ -34,7 +34,7 @@ def test_bytes_one_by_one_are_the_same_events() -> None:
 
 
 @pytest.mark.parametrize("chunks", [4, 5], ids=["the timer was set before the last chunk", "and with it"])
-def test_a_stream_breaks_when_no_chunk_came_for_the_timeout_however_many_came_before(chunks: int) -> None:
+def test_stream_breaks_when_no_chunk_came_in_time(chunks: int) -> None:
     """The chunks come in two thirds of the timeout each; in between, the timer fires at every second one. The clock of
     the loop goes on when this test says so."""
     timeout, pause = 0.75, 0.5  # sums of these are exact at any time that the clock begins with
@@ -87,7 +87,7 @@ def test_a_stream_breaks_when_no_chunk_came_for_the_timeout_however_many_came_be
 
 
 @pytest.mark.parametrize("size", [0, 1])
-def test_a_stream_that_begins_with_less_than_an_event_waits_for_the_rest(size: int) -> None:
+def test_stream_beginning_with_part_of_an_event_waits(size: int) -> None:
     waiting = bytearray()
     assert list(_events(waiting, STREAM[:size])) == []
     assert list(_events(waiting, STREAM[size:])) == EVENTS

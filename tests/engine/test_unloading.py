@@ -35,7 +35,7 @@ class Manager:
         yield "last"
 
 
-def test_an_unload_waits_for_every_request_of_its_adapter_and_no_state_is_left() -> None:
+def test_unload_waits_for_requests_and_leaves_no_state() -> None:
     wait_for_requests(SimpleNamespace(TokenizerManager=Manager))
 
     async def play() -> None:

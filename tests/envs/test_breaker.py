@@ -88,7 +88,7 @@ def test_one_episode_tries_and_all_may_when_it_goes_well() -> None:
     run(script)
 
 
-def test_pauses_double_up_to_the_longest_and_begin_anew_after_a_success() -> None:
+def test_pauses_double_to_the_longest_and_reset_on_success() -> None:
     async def script(world: World) -> None:
         world.breaker.succeeded()
         world.fail()
@@ -106,7 +106,7 @@ def test_pauses_double_up_to_the_longest_and_begin_anew_after_a_success() -> Non
     run(script)
 
 
-def test_try_that_ends_without_a_verdict_leaves_its_place_to_another() -> None:
+def test_try_without_a_verdict_leaves_its_place() -> None:
     """It was cancelled, say."""
 
     async def script(world: World) -> None:

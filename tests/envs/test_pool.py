@@ -50,7 +50,7 @@ def test_environment_that_cannot_be_made_is_typed() -> None:
     run(cannot_be_made, kind="NeverMade", hosted=False)
 
 
-def test_async_environment_that_hangs_is_given_up_in_the_event_loop() -> None:
+def test_hanging_async_environment_is_given_up() -> None:
     async def script(environments: EnvironmentPool) -> None:
         assert environments._hosts is None
         with pytest.raises(EpisodeFailed, match=r"environment_timeout: step did not return within 0.2 s"):
@@ -59,7 +59,7 @@ def test_async_environment_that_hangs_is_given_up_in_the_event_loop() -> None:
     run(script, kind="AsyncFaulty", step_timeout=0.2)
 
 
-def test_repeated_failures_open_a_breaker_that_lets_one_try_and_closes_when_it_goes_well(tmp_path: Path) -> None:
+def test_breaker_opens_tries_once_and_closes_on_success(tmp_path: Path) -> None:
     told: list[str] = []
 
     async def script(environments: EnvironmentPool) -> None:
@@ -77,7 +77,7 @@ def test_repeated_failures_open_a_breaker_that_lets_one_try_and_closes_when_it_g
     run(script, tell=told.append, max_failures=3, hosted=False)
 
 
-def test_breaker_that_stays_open_ends_the_run_and_names_the_environment() -> None:
+def test_open_breaker_ends_the_run_and_names_the_environment() -> None:
     async def script(environments: EnvironmentPool) -> None:
         async def go_on() -> None:
             for _ in range(5):
@@ -113,11 +113,11 @@ def test_environment_that_cannot_be_made_ahead_is_told() -> None:
     )
 
 
-def test_rewards_of_all_roles_and_what_is_due_at_the_end_are_numbers() -> None:
+def test_rewards_of_roles_and_dues_are_numbers() -> None:
     run(partial(rewards_are_numbers, hosted=False), kind="Telling", hosted=False)
 
 
-def test_environment_that_never_ends_in_the_event_loop_is_told_and_holds_nobody() -> None:
+def test_endless_environment_is_told_and_holds_nobody() -> None:
     said: list[str] = []
 
     async def script(environments: EnvironmentPool) -> None:
@@ -130,7 +130,7 @@ def test_environment_that_never_ends_in_the_event_loop_is_told_and_holds_nobody(
     assert "environment faulty did not close: " in said[0]
 
 
-def test_failures_that_are_not_the_environments_do_not_open_its_breaker() -> None:
+def test_other_failures_do_not_open_the_breaker() -> None:
     said: list[str] = []
 
     async def script(environments: EnvironmentPool) -> None:
@@ -144,7 +144,7 @@ def test_failures_that_are_not_the_environments_do_not_open_its_breaker() -> Non
     assert said == []
 
 
-def test_environments_that_need_processes_are_refused_where_no_extension_has_any(
+def test_process_environments_need_an_extension(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("asyncrl.lookup.loaded", lambda attribute: [])

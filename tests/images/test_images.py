@@ -20,7 +20,7 @@ def png(width: int, height: int) -> bytes:
     return file.getvalue()
 
 
-def test_the_size_and_the_grid_of_an_image_are_read_from_its_header() -> None:
+def test_size_and_grid_are_read_from_the_header() -> None:
     assert png_size(png(84, 56)) == (84, 56)
     assert QWEN.grid(png(84, 56)) == (1, 4, 6)
     assert QWEN.tokens(png(84, 56)) == 6
@@ -37,7 +37,7 @@ def test_an_image_that_the_processor_would_resize_has_no_grid() -> None:
         QWEN.grid(png(30, 28))
 
 
-def test_sizes_are_those_of_transformers_and_its_processor_leaves_them_as_they_are() -> None:
+def test_sizes_are_those_of_transformers_and_stay() -> None:
     numbers = random.Random(0)
     alike = 0
     for _ in range(2000):

@@ -94,7 +94,7 @@ def same_adapter(one: Path, other: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_run_with_several_adapters_survives_its_engine_and_is_resumed_after_everything_died(tmp_path: Path) -> None:
+def test_adapters_survive_the_engine_and_a_resume(tmp_path: Path) -> None:
     """Two roles have an adapter each, and past versions of one of them play the third."""
     run_dir = tmp_path / "run"
     settings = (*SETTINGS, *roles.SETTINGS, "run.max_steps=20", "trainer.lora.save_merged=true")
@@ -121,7 +121,7 @@ def test_a_run_with_several_adapters_survives_its_engine_and_is_resumed_after_ev
 
 
 @pytest.mark.campaign
-def test_two_roles_of_self_play_train_an_adapter_each_and_engines_serve_both(tmp_path: Path) -> None:
+def test_two_roles_train_an_adapter_each_and_are_served(tmp_path: Path) -> None:
     """Every batch is on policy: with the adapter of the other role, log-probabilities would differ."""
     settings = ("rollout.max_staleness=0", "run.max_steps=4", "eval.questions=4", "rollout.batch_groups=4")
     steps = run(tmp_path / "run", *settings, experiment="self_play_adapters")
@@ -132,7 +132,7 @@ def test_two_roles_of_self_play_train_an_adapter_each_and_engines_serve_both(tmp
 
 
 @pytest.mark.campaign
-def test_a_run_with_merged_adapters_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_run_with_merged_adapters_resumes_unchanged(tmp_path: Path) -> None:
     run_dir, merged = tmp_path / "run", ("trainer.lora.rank=4", "weights.lora=merged", "trainer.data_parallel=2")
     Blow("everything", 5, 0.15).strike(run_dir, *merged)
     text = go_on_to_the_end(run_dir, *merged)
@@ -151,7 +151,7 @@ def test_many_steps_never_exceed_the_bound(tmp_path: Path, per: str) -> None:
 
 
 @pytest.mark.campaign
-def test_engines_hold_the_base_and_the_adapter_that_a_run_starts_from(tmp_path: Path) -> None:
+def test_engines_hold_the_base_and_the_starting_adapter(tmp_path: Path) -> None:
     """The first batch is on policy: with another base or adapter, its log-probabilities would differ."""
     first, second = tmp_path / "first", tmp_path / "second"
     short = (*SETTINGS, "run.max_steps=2", "checkpoint.every=null", "trainer.optimizer.lr=1e-30")

@@ -161,7 +161,7 @@ def test_engines_compute_what_the_merged_weights_compute(fleet: Engines, tmp_pat
         assert max(gap(fleet, weights, (version + 1) % 3, one, scale) for one in completions) > 1e-2
 
 
-def test_requests_in_flight_keep_their_adapter_while_others_are_published(fleet: Engines, tmp_path: Path) -> None:
+def test_requests_keep_their_adapter_through_publishes(fleet: Engines, tmp_path: Path) -> None:
     """Requests follow each other until both publishes are over, so that some are in flight on any machine."""
 
     async def play(made: GenerationClient, publish: Publish) -> Any:
@@ -190,9 +190,7 @@ def test_requests_in_flight_keep_their_adapter_while_others_are_published(fleet:
     assert max(gap(fleet, weights, versions_of(one)[0], one) for one in crossed[:6]) < 1e-4
 
 
-def test_an_adapter_is_unloaded_once_nobody_uses_it_and_its_name_does_not_come_back(
-    fleet: Engines, tmp_path: Path
-) -> None:
+def test_unused_adapter_is_unloaded_and_its_name_not_reused(fleet: Engines, tmp_path: Path) -> None:
     run, config = "unload", changed(fleet.config, transport="disk")
 
     async def play(made: GenerationClient, publish: Publish) -> Any:
@@ -233,9 +231,7 @@ def generate(fleet: Engines, number: int, adapter: str) -> httpx.Response:
     return httpx.post(url, json=body, timeout=120.0, **fleet.addresses.access.http)
 
 
-def test_a_killed_engine_gets_every_live_adapter_before_the_router_sends_it_requests(
-    fleet: Engines, tmp_path: Path
-) -> None:
+def test_restarted_engine_gets_live_adapters_before_requests(fleet: Engines, tmp_path: Path) -> None:
     run, second = "killed", fleet.addresses.engines[1]
     made_by: list[AdapterPublisher] = []
 
@@ -265,9 +261,7 @@ def test_a_killed_engine_gets_every_live_adapter_before_the_router_sends_it_requ
     assert versions_of(turn) == [1]
 
 
-def test_what_a_killed_trainer_left_in_an_engine_is_unloaded_when_it_joins_the_next(
-    fleet: Engines, tmp_path: Path
-) -> None:
+def test_leftovers_of_a_dead_trainer_go_when_joining_the_next(fleet: Engines, tmp_path: Path) -> None:
     """A trainer that is killed in the middle of a publish has loaded an adapter that was never announced."""
 
     def die(version: int) -> InUse:

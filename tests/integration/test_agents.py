@@ -26,7 +26,7 @@ async def my_agent(prompt, generate, bonus):
 '''
 
 
-def test_function_that_edits_its_context_trains_every_token_that_it_was_answered(tmp_path: Path) -> None:
+def test_edited_context_trains_every_answered_token(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SMALLEST)
     run_dir = tmp_path / "run"
     run(

@@ -114,7 +114,7 @@ def scored(model: Any, sample: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16", "data_parallel": 2}], ids=["float32", "bfloat16-dp2"])
-def test_full_reset_brings_back_the_weights_that_training_started_from(folder: Path, settings: dict[str, Any]) -> None:
+def test_full_reset_restores_the_first_weights(folder: Path, settings: dict[str, Any]) -> None:
     name = f"reset-{len(settings)}"
     _, weights = trained(folder, name, {}, reusing(reset_every=1, reset_share=1.0), **settings)
     start = load_file(folder / "policy" / "model" / "model.safetensors")
@@ -135,7 +135,7 @@ GAE: dict[str, Any] = {
 LR = {"lr": 1e-2}
 
 
-def test_critic_that_knows_nothing_has_the_loss_and_gradient_of_the_plain_returns(folder: Path) -> None:
+def test_ignorant_critic_gives_plain_returns(folder: Path) -> None:
     """Values start at zero, so the returns are those of GAE with V = 0, and only the head has a gradient."""
     from transformers import AutoModelForCausalLM
 

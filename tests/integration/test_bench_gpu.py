@@ -44,9 +44,7 @@ def test_a_part_is_rehearsed(name: str, tmp_path: Path) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("spare", [False, True], ids=["trainer on their GPU", "trainer on its own"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_engines_of_every_setting_pass_the_checks_before_a_start_on_gpus(
-    name: str, spare: bool, tmp_path: Path
-) -> None:
+def test_engines_of_every_setting_pass_checks_for_gpus(name: str, spare: bool, tmp_path: Path) -> None:
     setting = SETTINGS[name]
     engines = composed(name, tmp_path, spare=spare)
     assert len(engines) == 1

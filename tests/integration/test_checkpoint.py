@@ -113,7 +113,7 @@ def test_in_bfloat16_the_masters_go_on(folder: Path) -> None:
         ("qwen3-moe", ["ep2", "tp2-sp-ep2", "single"], {}),
     ],
 )
-def test_a_checkpoint_of_adapters_holds_them_alone_and_any_layout_goes_on(
+def test_adapter_checkpoint_holds_them_alone_for_any_layout(
     folder: Path,
     model: str,
     layouts: list[str],

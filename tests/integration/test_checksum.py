@@ -148,7 +148,7 @@ SERVED = [  # latent attention loads, but an engine with this project's attentio
 
 @pytest.mark.campaign  # every publish to engines in test_weights.py and test_engine_shapes.py is verified
 @pytest.mark.parametrize(("name", "shape"), SERVED, ids=named)
-def test_an_engine_answers_with_the_expected_checksum_of_every_parameter(
+def test_engine_answers_with_every_expected_checksum(
     name: str, shape: EngineParallel, folders: dict[str, Path]
 ) -> None:
     with serving(folders[name], shape) as url:

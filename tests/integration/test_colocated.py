@@ -59,7 +59,7 @@ def control_calls(log: str) -> list[str]:
     return [path for path, _ in groupby(ours)]
 
 
-def test_colocated_run_trains_the_same_weights_and_asks_for_every_step_in_order(tmp_path: Path) -> None:
+def test_colocated_run_trains_the_same_weights_in_order(tmp_path: Path) -> None:
     """With bound 0 and deterministic=true the placement decides nothing but the time, also in a run that resumes."""
     common = [*SMALL, f"run.max_steps={STEPS}", "deterministic=true", "rollout.max_staleness=0", "checkpoint.every=2"]
     separate = run(tmp_path / "separate", *common)
@@ -115,9 +115,7 @@ def wait_for_turn(process: subprocess.Popen[str], run_dir: Path) -> None:
         pytest.param(1, signal.SIGKILL, id="the only one dies"),  # and engine/test_hand_over.py
     ],
 )
-def test_engine_that_fails_without_its_memory_is_restarted_and_a_trainer_that_dies_ends_the_run(
-    engines: int, number: int, tmp_path: Path
-) -> None:
+def test_failed_engine_restarts_and_a_dead_trainer_ends_it(engines: int, number: int, tmp_path: Path) -> None:
     """One step off, two trainer ranks: the staleness stays within its bound. Without another engine, the version is
     published again. Both die in the trainers' turn."""
     run_dir = tmp_path / "run"

@@ -139,7 +139,7 @@ def test_router_is_killed_and_started_again(fleet: Engines) -> None:
 
 
 @pytest.mark.integration
-def test_engine_is_stopped_then_killed_and_the_other_goes_on_from_what_was_streamed(fleet: Engines) -> None:
+def test_killed_engine_leaves_its_streams_to_the_other(fleet: Engines) -> None:
     async def hang() -> None:
         fleet.signal("engine-0", signal.SIGSTOP)
         await asyncio.sleep(0.5)  # the other goes on meanwhile

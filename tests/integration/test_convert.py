@@ -103,7 +103,7 @@ def test_what_megatron_saved_becomes_the_folder_it_came_from(folder: Path, ranks
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_checkpoint_holds_the_very_entries_that_megatron_itself_saves(folder: Path, name: str) -> None:
+def test_checkpoint_holds_what_megatron_itself_saves(folder: Path, name: str) -> None:
     assert found(folder, 1)
     ours, megatrons = (entries(folder / name / made) for made in ("megatron", "saved-single"))
     assert ours == megatrons

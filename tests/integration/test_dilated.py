@@ -30,9 +30,7 @@ def dilated() -> Iterator[DilatedRun]:
 @pytest.mark.integration
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
-def test_requests_in_flight_survive_publishes_and_the_next_batch_is_trained_meanwhile_if_they_overlap(
-    overlap: bool, dilated: DilatedRun
-) -> None:
+def test_requests_survive_publishes_and_overlap_trains(overlap: bool, dilated: DilatedRun) -> None:
     """Every answer has the length that its engine was given (the run checks it), and none is asked for twice."""
     found = dilated.run(replace(SETTING, overlap=overlap), 4, 3, fill=FILL)
     print(found)

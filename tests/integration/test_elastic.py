@@ -151,7 +151,7 @@ def elsewhere(tmp_path: Path) -> Iterator[Elsewhere]:
 
 
 @pytest.mark.integration
-def test_run_takes_engines_that_run_already_and_gives_them_its_weights_whenever_they_have_lost_them(
+def test_run_takes_running_engines_and_keeps_them_loaded(
     elsewhere: Elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = tmp_path / "run"

@@ -62,9 +62,7 @@ def played(
 
 
 @pytest.mark.integration
-def test_controller_adds_an_engine_that_makes_steps_shorter_and_nothing_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_controller_adds_an_engine_that_shortens_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"cluster.max_engines": 2, "rollout.max_running_groups": "null", "weights.verify": "false"}
     decisions, steps, text = played(tmp_path, monkeypatch, WORKLOAD, STEPS, **changes)
     moved = [one for one in decisions if one["action"].endswith("engine")]

@@ -14,7 +14,7 @@ BUDGET = 24_000  # tokens: more than thirty steps
 LEARNING = ("trainer.optimizer.lr=3e-3", "trainer.optimizer.warmup_steps=4")
 
 
-def test_the_exported_folder_serves_and_trains_on_where_a_token_budget_ended_the_run(tmp_path: Path) -> None:
+def test_export_at_a_token_budget_serves_and_trains_on(tmp_path: Path) -> None:
     """The last published weights and the exported ones give the same greedy answers."""
     first, second = tmp_path / "first", tmp_path / "second"
     steps = run(first, f"run.token_budget={BUDGET}", *LEARNING, "trainer.save_hf_every=20")

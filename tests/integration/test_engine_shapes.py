@@ -98,9 +98,7 @@ def test_an_engine_of_any_shape_serves_what_was_sent(shape: str, ways: tuple[str
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("shape", PAUSES)
-def test_answers_in_flight_at_a_publish_have_the_log_probabilities_of_the_versions_that_label_them(
-    shape: str, tmp_path: Path
-) -> None:
+def test_answers_in_flight_match_the_versions_they_name(shape: str, tmp_path: Path) -> None:
     """With `in_place`, those of the first version: later tokens read the cache of the versions before."""
     with shaped(shape, tmp_path) as fleet:
         weights = SeededWeights(fleet.addresses.model)
@@ -126,7 +124,7 @@ def test_answers_in_flight_at_a_publish_have_the_log_probabilities_of_the_versio
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("shape", ["replicas", "stages"])
-def test_a_flush_is_refused_while_any_part_of_an_engine_has_a_request(shape: str, tmp_path: Path) -> None:
+def test_flush_is_refused_while_any_part_has_a_request(shape: str, tmp_path: Path) -> None:
     with shaped(shape, tmp_path) as fleet, httpx.Client(**fleet.addresses.access.http, timeout=60) as http:
         (url,) = fleet.addresses.engines
         for replica in range(fleet.config.engine.data_parallel):

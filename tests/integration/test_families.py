@@ -61,9 +61,7 @@ def test_logits_and_gradients_are_those_of_transformers(layout: str, name: str, 
 
 
 @pytest.mark.parametrize(("layout", "name"), CASES)
-def test_transformers_loads_what_is_exported_and_finds_the_same_model(
-    layout: str, name: str, folder: Path, megatron: Any
-) -> None:
+def test_transformers_loads_the_export_as_the_same_model(layout: str, name: str, folder: Path, megatron: Any) -> None:
     megatron(layout)
     export = folder / f"{layout}-{name}"
     with HFFolder(folder / name) as given, HFFolder(export) as found:
@@ -75,9 +73,7 @@ def test_transformers_loads_what_is_exported_and_finds_the_same_model(
 
 
 @pytest.mark.parametrize(("layout", "name"), [case for case in CASES if case[1] in CHOOSING])
-def test_biases_that_choose_experts_stay_bit_for_bit_through_training_and_casts(
-    layout: str, name: str, folder: Path, megatron: Any
-) -> None:
+def test_choosing_biases_stay_bit_for_bit(layout: str, name: str, folder: Path, megatron: Any) -> None:
     megatron(layout)
     found = exported(folder, layout, name)
     given = {
@@ -132,9 +128,7 @@ SERVED = [family.model_type for family in TEXT if family.serving.on_cpu]
 
 
 @pytest.mark.parametrize("kind", SERVED)
-def test_engines_compute_what_transformers_computes_with_weights_of_the_folder_and_published_ones(
-    kind: str, tmp_path: Path
-) -> None:
+def test_engines_compute_what_transformers_computes(kind: str, tmp_path: Path) -> None:
     """Every publish is verified by the checksums of all parameters."""
     model = tmp_path / "model"
     write_served(model, kind)
@@ -151,7 +145,7 @@ def test_engines_compute_what_transformers_computes_with_weights_of_the_folder_a
         publisher.fleet.close()
 
 
-def test_an_engine_scales_positions_in_the_layers_in_which_the_trainer_does(tmp_path: Path) -> None:
+def test_engine_scales_positions_where_the_trainer_does(tmp_path: Path) -> None:
     """Those of OLMo-3 without windows. config.json has the spelling of its publisher, which alone SGLang reads."""
     model = tmp_path / "model"
     write_served(model, "olmo3", {"rope_parameters": SCALED})

@@ -30,9 +30,7 @@ after_import("sglang.srt.managers.scheduler", slow_at_first)
 """
 
 
-def test_engine_that_compiles_at_first_is_not_taken_for_a_hung_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiling_engine_is_not_taken_for_a_hung_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     steps = run(

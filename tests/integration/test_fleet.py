@@ -79,9 +79,7 @@ def test_the_runs_key_guards_router_engine_and_control(addresses: Addresses) -> 
         asyncio.run(ask())
 
 
-def test_counters_of_real_engines_tell_what_they_generated_and_only_with_the_key(
-    addresses: Addresses, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_counters_tell_truth_only_with_the_key(addresses: Addresses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loads_module, "SCRAPE_SECONDS", 0.0)
 
     async def main() -> None:
@@ -114,7 +112,7 @@ def test_engine_that_refuses_is_lost_with_its_own_words(addresses: Addresses) ->
     fleet.close()
 
 
-def test_a_request_in_flight_survives_a_new_version_and_says_where_it_changed(addresses: Addresses) -> None:
+def test_request_in_flight_survives_and_names_its_change(addresses: Addresses) -> None:
     """Versions are published without weights, so the engines keep those of version 0, which they report again at the
     end."""
     fleet = Fleet(addresses.engines, addresses.access, 30.0)

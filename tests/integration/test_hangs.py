@@ -77,7 +77,7 @@ def score(answer, row):
 
 
 @pytest.mark.usefixtures("stub_workload")
-def test_agent_that_hangs_and_reward_that_raises_or_hangs_cost_their_groups_alone(tmp_path: Path) -> None:
+def test_hanging_agent_and_bad_reward_cost_their_groups(tmp_path: Path) -> None:
     (tmp_path / "users.py").write_text(USERS)
     (tmp_path / "questions.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{number:03}", "answer": f"{number:03}"}) + "\n" for number in range(1000))
@@ -107,7 +107,7 @@ def test_agent_that_hangs_and_reward_that_raises_or_hangs_cost_their_groups_alon
 
 
 @pytest.mark.usefixtures("stub_workload")
-def test_a_run_that_died_tells_the_page_why_until_it_is_started_again(tmp_path: Path) -> None:
+def test_dead_run_tells_the_page_why_until_restarted(tmp_path: Path) -> None:
     """The reward raises until it is mended. The page reads what the launcher left."""
     reward, run_dir = tmp_path / "users.py", tmp_path / "run"
     reward.write_text("def score(answer, row):\n    return {}[0]\n")
@@ -137,7 +137,7 @@ def test_a_run_that_died_tells_the_page_why_until_it_is_started_again(tmp_path: 
 
 
 @pytest.mark.campaign  # test_rollout_faults.py stops and kills both over stubs, test_weight_faults.py real engines
-def test_router_and_engine_that_are_stopped_or_killed_while_the_trainer_waits_are_replaced(tmp_path: Path) -> None:
+def test_router_and_engine_are_replaced_while_trainers_wait(tmp_path: Path) -> None:
     """The run is synchronous, so that no publish finds the stopped engine. At the end SIGTERM stops everything."""
     run_dir = tmp_path / "run"
     overrides = ["run.max_steps=100000", "eval.questions=0", "engine.count=2", "weights.timeout=10"]

@@ -55,9 +55,7 @@ def outcome(given: Path) -> Any:
 
 @pytest.mark.parametrize("kind", CHUNK_ROWS)
 @pytest.mark.parametrize("tp", DEGREES)
-def test_values_and_gradients_are_those_of_log_softmax_over_the_whole(
-    tp: int, kind: str, given: Path, outcome: Any
-) -> None:
+def test_values_and_gradients_are_the_whole_log_softmaxs(tp: int, kind: str, given: Path, outcome: Any) -> None:
     x = load_file(given)
     hidden, weight = x["hidden"].requires_grad_(), x["weight"].requires_grad_()
     every = torch.log_softmax(hidden @ weight.t() / TEMPERATURE, -1)[x["rows"]]

@@ -39,9 +39,7 @@ def command(folder: Path, *arguments: str) -> tuple[int, str]:
 
 @needs_root_of_a_namespace
 @pytest.mark.parametrize("arguments", [(), ("--check",)])
-def test_a_run_that_executes_code_of_the_model_is_refused_with_the_remedy(
-    arguments: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_run_with_code_of_the_model_is_refused(arguments: tuple[str, ...], tmp_path: Path) -> None:
     code, text = command(tmp_path, *arguments)
     assert code != 0
     for words in (

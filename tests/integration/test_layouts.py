@@ -70,7 +70,7 @@ SYNCHRONOUS = [
 
 
 @pytest.mark.parametrize("layout", CASES)
-def test_engine_and_trainer_agree_before_any_update_and_after_every_publish(layout: list[str], tmp_path: Path) -> None:
+def test_engine_and_trainer_agree_before_and_after_publishes(layout: list[str], tmp_path: Path) -> None:
     with traced(layout) as (collected, taken):
         steps = run(tmp_path / "run", *SYNCHRONOUS, *layout, *collected)
     assert [step["version"] for step in steps] == [1, 2, 3, 4, 5]

@@ -42,7 +42,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_run_that_was_killed_with_all_its_processes_is_cleaned_up_by_the_next(temporary: Path, tmp_path: Path) -> None:
+def test_killed_run_is_cleaned_up_by_the_next(temporary: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "killed"
     with start(run_dir, "run.max_steps=100000", "eval.questions=0") as process:
         wait_for_step(process, run_dir, 2)

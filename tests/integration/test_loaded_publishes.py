@@ -225,7 +225,7 @@ def check_absorbed(outcome: Outcome, case: Case, layer: int, found: dict[str, Te
 
 
 @cases(lambda case: case.model.startswith("deepseek_v3"))
-def test_latent_attention_multiplies_with_what_was_published_last(case: Case, loaded: Loaded) -> None:
+def test_latent_attention_multiplies_what_came_last(case: Case, loaded: Loaded) -> None:
     """With matrices that SGLang derives from a parameter when it loads it. No checksum covers them."""
     outcome = loaded[case]
     for rank in range(case.shape.ranks):

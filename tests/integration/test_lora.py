@@ -225,9 +225,7 @@ def test_dropout_changes_gradients_and_no_scores(folder: Path, megatron: Any) ->
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_base_in_bfloat16_trains_adapters_with_masters_and_is_published_merged(
-    name: str, folder: Path, megatron: Any
-) -> None:
+def test_bfloat16_base_trains_adapters_and_is_merged(name: str, folder: Path, megatron: Any) -> None:
     megatron("bfloat16")
     found, reference = load_file(folder / f"bfloat16-{name}-0.out"), expected(folder, name)
     torch.testing.assert_close(found["norm"], reference["norm"], rtol=0.1, atol=0)
@@ -255,9 +253,7 @@ def check_start(start: dict[str, Tensor], of_one: dict[str, Tensor], *, gaussian
 
 
 @pytest.mark.parametrize(("layout", "model"), [("single", "llama-tied"), ("tp2-sp-ep2", "qwen3-moe")])
-def test_the_base_is_the_reference_and_all_of_an_update_leaves_it_alone(
-    layout: str, model: str, tmp_path: Path
-) -> None:
+def test_base_is_the_reference_and_stays_untouched(layout: str, model: str, tmp_path: Path) -> None:
     """The rank asserts it: with a critic, several steps, resets, dropout, and replayed routing if there are experts."""
     algo = {"algo.advantage": "gae", "algo.kl.measure_every": 1, "algo.kl.coefficient": 0.1}
     reset = {**reusing(reset_every=2, reset_share=0.5), "trainer.lora.rank": RANK, "trainer.lora.dropout": 0.2}

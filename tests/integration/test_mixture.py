@@ -14,7 +14,7 @@ pytestmark = pytest.mark.integration
 SIZES = {"two": 8, "three": 16}
 
 
-def test_tasks_are_mixed_by_weight_and_every_set_is_evaluated_beside_training(tmp_path: Path) -> None:
+def test_tasks_are_mixed_by_weight_and_all_evaluated(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     steps = run(
         run_dir,

@@ -27,7 +27,7 @@ def test_offload_between_updates_changes_no_bit(dtype: str, replicas: int, exper
     check_offload(tmp_path, dtype, replicas, experts)
 
 
-def test_a_quantized_base_leaves_the_device_too_and_is_published_when_it_is_back(tmp_path: Path) -> None:
+def test_quantized_base_leaves_the_device_and_returns(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 128}
     write_random_model(tmp_path / "model", "llama", vocab=VOCAB, tied=True, seed=1, dtype="bfloat16", **sizes)
     config = tiny_config(**{"trainer.dtype": "bfloat16", "trainer.lora.rank": 4, "trainer.lora.base": "nf4"})

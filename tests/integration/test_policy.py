@@ -212,7 +212,7 @@ def flat(slot: int) -> Group:
 
 
 @pytest.mark.parametrize("order", ["fab", "afb", "abf", "ffa", "ff"])
-def test_parts_without_a_gradient_count_in_the_denominator_and_are_not_run(order: str) -> None:
+def test_parts_without_gradient_count_and_do_not_run(order: str) -> None:
     a, b = batch().groups
     groups = [{"a": a, "b": b}.get(name) or flat(place) for place, name in enumerate(order)]
     whole, parted = policy(), policy(batch_parts=len(order))
@@ -309,7 +309,7 @@ class OwnHooks(TrainerHooks):
 OWN = {"extensions": {"own": f"{__name__}:Own"}}
 
 
-def test_every_pass_of_the_policy_replays_its_experts_also_those_of_extensions() -> None:
+def test_every_pass_replays_its_experts() -> None:
     one = policy(temperature=0.5, more=OWN, mini_batches=2)
     one._routing = routing = Routing()  # type: ignore[assignment]
     passes: list[tuple[str, bool]] = []
@@ -325,14 +325,14 @@ def test_every_pass_of_the_policy_replays_its_experts_also_those_of_extensions()
     assert passes == [("score", True), ("score", True), ("train", True), ("train", True)]
 
 
-def test_columns_advantages_and_losses_of_an_extension_are_trained() -> None:
+def test_columns_and_losses_of_an_extension_are_trained() -> None:
     plain, own = policy(), policy(more=OWN)
     plain.update(batch())
     assert own.update(batch())["own/compared"] == 12.0
     torch.testing.assert_close(own.network.gradients, [-4 * plain.network.gradients[0]], rtol=1e-5, atol=1e-6)
 
 
-def test_groups_without_an_advantage_are_run_for_the_signal_of_an_extension() -> None:
+def test_groups_without_advantage_run_for_a_signal() -> None:
     one = policy(advantage="none", more=OWN)
     assert one.update(batch())["groups/trained"] == 2
     with pytest.raises(ConfigError, match="Nothing would be learned"):
@@ -349,7 +349,7 @@ def test_shaped_rewards_make_the_advantages() -> None:
     torch.testing.assert_close(one.network.gradients, [expected], rtol=1e-5, atol=1e-6)
 
 
-def test_truncated_answers_are_left_out_and_stay_in_baseline_and_denominator() -> None:
+def test_truncated_answers_count_and_are_not_trained() -> None:
     one = policy(**MASKED)
     figures = one.update(batch())
     cut = torch.tensor([False] * 2 + [True] * 4 + [False] * 6)
@@ -390,7 +390,7 @@ class Wrapped(TrainerHooks):
         return [weights]
 
 
-def test_what_extensions_make_of_the_weights_is_sent_in_their_place() -> None:
+def test_what_extensions_make_of_the_weights_is_sent() -> None:
     weights, plain = object(), TrainerHooks()
 
     def sent(*hooks: TrainerHooks) -> Any:

@@ -64,7 +64,7 @@ def test_auto_is_resolved_told_and_estimated(tmp_path: Path) -> None:
     assert other not in summary["dtype/trainer"].split()[0]
 
 
-def test_cpu_without_bfloat16_arithmetic_takes_float32_for_both_sides(tmp_path: Path) -> None:
+def test_cpu_without_bfloat16_takes_float32_on_both_sides(tmp_path: Path) -> None:
     """The instructions of a newer CPU are hidden from torch and oneDNN."""
     env = {**os.environ, **HIDDEN, "ASYNCRL_CACHE": str(tmp_path)}
     command = [sys.executable, "-m", "asyncrl.extensions.cpu.probe", "576x1536"]

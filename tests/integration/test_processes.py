@@ -29,9 +29,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.campaign]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_process_that_dies_or_hangs_is_started_again_and_its_groups_are_played_anew(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_dead_or_hung_process_restarts_and_groups_replay(number: signal.Signals, tmp_path: Path) -> None:
     run_dir, settings = tmp_path / "run", ["processes.count=2", "cluster.stall_timeout=8"]
     with start(run_dir, *RUN, *settings) as launcher:
         wait_for_step(launcher, run_dir, 2)
@@ -45,7 +43,7 @@ def test_process_that_dies_or_hangs_is_started_again_and_its_groups_are_played_a
     nothing_is_left(run_dir)
 
 
-def test_deterministic_run_is_the_same_with_any_number_of_processes_one_of_which_dies(tmp_path: Path) -> None:
+def test_deterministic_run_ignores_the_number_of_processes(tmp_path: Path) -> None:
     one, two = (tmp_path / f"with-{count}" for count in (1, 2))
     expected = run(one, *RUN, *DETERMINISTIC)
     with start(two, *RUN, *DETERMINISTIC, "processes.count=2") as launcher:

@@ -103,7 +103,7 @@ def authority_file(run_dir: Path, url: str) -> dict[str, Any]:
 
 
 @pytest.mark.integration
-def test_every_query_of_the_board_finds_data_in_a_prometheus_that_scrapes_a_run(tmp_path: Path) -> None:
+def test_every_query_of_the_board_finds_data(tmp_path: Path) -> None:
     board = pytest.importorskip("ops.grafana.board", reason="grafana-foundation-sdk is not installed")
     port = free_port("127.0.0.1")
     where = addresses(rollout=f"https://127.0.0.1:{port}")

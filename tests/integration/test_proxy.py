@@ -186,7 +186,7 @@ def test_proxied_agents_have_the_trajectories_of_direct_ones(two_engines: Engine
 
 
 @pytest.mark.integration
-def test_stop_string_of_an_agent_ends_the_answer_of_an_engine_and_changes_no_token_before_it(
+def test_agents_stop_string_ends_the_answer_unchanged(
     two_engines: Engines,
 ) -> None:
     async def main() -> None:

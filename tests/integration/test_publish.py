@@ -19,7 +19,7 @@ SIZES = {"vocab": 97, "hidden": 48, "layers": 4, "heads": 12, "kv_heads": 6, "in
 
 @pytest.mark.parametrize("when", ["alone", "beside"])
 @pytest.mark.parametrize("order", ["turns", "at once"])
-def test_stages_send_at_once_or_fill_their_memory_before_their_turn(order: str, when: str, tmp_path: Path) -> None:
+def test_stages_send_at_once_or_fill_before_their_turn(order: str, when: str, tmp_path: Path) -> None:
     """Two stages of two ranks, whose gathers all of a stage's ranks must enter together; alone, or beside the
     collectives of training, which changes the weights."""
     write_random_model(tmp_path / "model", "llama", **SIZES, tied=False, seed=0, dtype="bfloat16")  # type: ignore[arg-type]

@@ -91,7 +91,7 @@ SMALL = [
 ]
 
 
-def test_engines_serve_the_dequantized_base_and_the_adapter_from_the_first_version_on(tmp_path: Path) -> None:
+def test_engines_serve_the_dequantized_base_from_the_start(tmp_path: Path) -> None:
     """The gap between the log-probabilities of trainer and engine is that of float32, in every step: of a run with
     merged weights, and of one that starts from its adapter (trainer.lora.path) and publishes adapters."""
     first = run(tmp_path / "first", *SMALL, "weights.lora=merged", "trainer.optimizer.lr=1e-2")

@@ -101,7 +101,7 @@ def restarted(run_dir: Path) -> list[str]:
     return [warning for warning in found if warning.startswith("the rollout process goes on after ")]
 
 
-def test_rollout_process_that_is_killed_goes_on_from_its_last_state(tmp_path: Path) -> None:
+def test_killed_rollout_process_goes_on_from_its_state(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
     def strike(run: subprocess.Popen[str]) -> None:
@@ -138,7 +138,7 @@ def test_rollout_process_that_dies_within_a_publish_goes_on(settings: list[str],
 
 
 @pytest.mark.nightly
-def test_rollout_process_that_dies_while_the_trainer_waits_for_a_batch_goes_on(tmp_path: Path) -> None:
+def test_rollout_process_dying_while_awaited_goes_on(tmp_path: Path) -> None:
     """It nearly always waits, because one group is played at a time."""
     run_dir = tmp_path / "run"
 
@@ -164,7 +164,7 @@ def test_rollout_process_that_hangs_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_rollout_process_that_dies_of_an_error_of_the_user_ends_the_run(tmp_path: Path) -> None:
+def test_rollout_process_dying_of_user_code_ends_the_run(tmp_path: Path) -> None:
     """It would only happen again."""
     run_dir = tmp_path / "run"
     (tmp_path / "mine.py").write_text("def picky(group):\n    return False\n")
@@ -217,7 +217,7 @@ def kill_when(
 
 
 @pytest.mark.nightly
-def test_trainers_that_take_turns_with_engines_recover_in_either_turn(tmp_path: Path) -> None:
+def test_trainers_in_turns_recover_in_either_turn(tmp_path: Path) -> None:
     """The engine has released its memory, or generates; in the trainers' turn it dies as well."""
     run_dir, turn = tmp_path / "run", tmp_path / "run" / TRAINING
     with start(run_dir, *RECOVERS, *SHAPE, *TURNS) as run:
@@ -240,7 +240,7 @@ def test_trainers_that_take_turns_with_engines_recover_in_either_turn(tmp_path: 
 
 
 @pytest.mark.nightly
-def test_rollout_process_of_a_colocated_run_goes_on_in_either_turn(tmp_path: Path) -> None:
+def test_colocated_rollout_process_recovers_in_either_turn(tmp_path: Path) -> None:
     """The engine generates, or has released its memory."""
     run_dir, turn = tmp_path / "run", tmp_path / "run" / TRAINING
     with start(run_dir, *RECOVERS, *SHAPE, *TURNS) as run:
@@ -268,7 +268,7 @@ def greedy(logprobs, rows):
 """
 
 
-def test_trainers_that_are_out_of_memory_go_on_with_smaller_micro_batches(tmp_path: Path) -> None:
+def test_trainers_out_of_memory_halve_their_micro_batches(tmp_path: Path) -> None:
     """A loss has no memory before the second recovery, the first with smaller ones."""
     (tmp_path / "mine.py").write_text(LOSS)
     run_dir, sizes = tmp_path / "run", ["trainer.micro_batch_tokens=192", "run.max_steps=6"]
@@ -356,7 +356,7 @@ class Dies(Extension):
     [[], ["trainer.tensor_parallel=2", "trainer.pipeline_parallel=2"]],
     ids=["one rank", "tp2-pp2"],
 )
-def test_rank_that_dies_at_any_moment_of_a_step_is_not_to_be_seen(layout: list[str], tmp_path: Path) -> None:
+def test_rank_dying_at_any_moment_of_a_step_does_not_show(layout: list[str], tmp_path: Path) -> None:
     """At most three deaths come within ten steps: a fourth would end the run."""
     run_dir, steps = tmp_path / "run", 30
     (tmp_path / "planted.py").write_text(DIES)

@@ -51,7 +51,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_live_page_shows_every_batch_of_a_run_with_all_of_its_episodes(live: Path) -> None:
+def test_live_page_shows_every_batch_with_its_episodes(live: Path) -> None:
     """Recording and timelines of a real run agree: rewards, tokens, and the versions that generated them."""
     recording = Recording(live)
     headers = {"authorization": "Bearer " + "t" * 16}
@@ -85,7 +85,7 @@ def test_replay_repeats_a_run_to_the_last_bit(live: Path, tmp_path: Path) -> Non
     nothing_is_left(again)
 
 
-def test_groups_that_other_processes_compressed_are_trained_again_to_the_last_bit(tmp_path: Path) -> None:
+def test_groups_compressed_elsewhere_train_to_the_last_bit(tmp_path: Path) -> None:
     """processes.count: the recorded events, and the batches and ledgers that their schedule gives, too."""
     source, again = tmp_path / "run", tmp_path / "again"
     steps = run(source, *SMALL, *SLACK, "record=true", "processes.count=2")
@@ -93,7 +93,7 @@ def test_groups_that_other_processes_compressed_are_trained_again_to_the_last_bi
     assert weights(again) == weights(source)
 
 
-def test_another_loss_some_batches_and_one_again_and_again_are_trained(live: Path, tmp_path: Path) -> None:
+def test_other_losses_and_repeated_batches_are_trained(live: Path, tmp_path: Path) -> None:
     other = replay(tmp_path / "other", live, *SLACK, "algo.loss=cispo", "replay.first=2", "replay.last=3")
     assert [step["version"] for step in other] == [3, 4]
     assert [step["reward/mean"] for step in other] == [
@@ -144,7 +144,7 @@ def in_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.campaign  # test_resume.py replays a run with parts and publishes beside training
-def test_run_that_trains_batches_in_parts_is_repeated_to_the_last_bit(in_parts: Path, tmp_path: Path) -> None:
+def test_run_with_batch_parts_repeats_to_the_last_bit(in_parts: Path, tmp_path: Path) -> None:
     assert all(step["staleness/max"] <= 4 for step in lines(in_parts / "metrics.jsonl"))
     again = tmp_path / "again"
     assert trained(replay(again, in_parts, *PARTS)) == trained(lines(in_parts / "metrics.jsonl"))
@@ -167,7 +167,7 @@ def overlapped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_batches_are_trained_while_the_version_before_them_is_published_and_keep_the_bound(overlapped: Path) -> None:
+def test_batches_during_publishes_keep_the_bound(overlapped: Path) -> None:
     steps = lines(overlapped / "metrics.jsonl")
     assert all(0 <= step["staleness/max"] <= 4 for step in steps)
     assert [step["time/publish_background"] > 0 for step in steps] == [False, *[True] * 5]
@@ -188,7 +188,7 @@ def test_batches_are_trained_while_the_version_before_them_is_published_and_keep
     assert json.loads((overlapped / "summary.json").read_text())["ledger"]["groups"]["trained"] == 24
 
 
-def test_run_that_publishes_beside_training_is_repeated_to_the_last_bit(overlapped: Path, tmp_path: Path) -> None:
+def test_run_publishing_beside_training_repeats_bitwise(overlapped: Path, tmp_path: Path) -> None:
     settings = [*OVERLAP, "trainer.batch_parts=2"]
     assert trained(replay(tmp_path / "again", overlapped, *settings)) == trained(lines(overlapped / "metrics.jsonl"))
     assert weights(tmp_path / "again") == weights(overlapped)
@@ -199,7 +199,7 @@ def test_whole_schedule_of_publishes_beside_training_is_repeated(overlapped: Pat
     same_schedule(overlapped, tmp_path / "again", *OVERLAP, "trainer.batch_parts=2")
 
 
-def test_schedule_of_publishes_beside_training_is_refused_without_the_setting(overlapped: Path, tmp_path: Path) -> None:
+def test_schedule_with_overlap_is_refused_without_the_setting(overlapped: Path, tmp_path: Path) -> None:
     settings = ["mode=replay", f"replay.from={overlapped}", "replay.schedule=true", "weights.overlap=false"]
     with start(tmp_path / "other", *SMALL, *settings) as process:
         code, text = finish(process, tmp_path / "other")
@@ -208,12 +208,12 @@ def test_schedule_of_publishes_beside_training_is_refused_without_the_setting(ov
 
 
 @pytest.mark.campaign
-def test_whole_schedule_comes_to_the_same_batches_books_and_weights(live: Path, tmp_path: Path) -> None:
+def test_whole_schedule_gives_the_same_batches_and_weights(live: Path, tmp_path: Path) -> None:
     """A run that was killed and resumed is replayed in test_resume.py."""
     same_schedule(live, tmp_path / "again", *SLACK)
 
 
-def test_buffer_with_another_rule_comes_to_something_else_and_that_is_told(live: Path, tmp_path: Path) -> None:
+def test_buffer_with_another_rule_is_told_apart(live: Path, tmp_path: Path) -> None:
     other = ["mode=replay", f"replay.from={live}", "replay.schedule=true", "rollout.max_staleness=1", "rollout.lead=1"]
     with start(tmp_path / "other", *SMALL, *other) as process:
         code, text = finish(process, tmp_path / "other")
@@ -222,7 +222,7 @@ def test_buffer_with_another_rule_comes_to_something_else_and_that_is_told(live:
 
 
 @pytest.mark.campaign
-def test_schedule_that_was_cut_short_is_done_again_to_its_last_batch(live: Path, tmp_path: Path) -> None:
+def test_cut_schedule_is_done_again_to_its_last_batch(live: Path, tmp_path: Path) -> None:
     """The run was killed while writing a frame, before it published its last step."""
     shutil.copytree(live / "records", tmp_path / "killed/records")
     folder = tmp_path / "killed/records"
@@ -281,7 +281,7 @@ def test_run_is_compared_with_a_recorded_one_token_for_token(tmp_path: Path) -> 
     assert all(line["same"] and "token" not in line for line in told)
 
 
-def test_stop_strings_end_answers_with_exact_versions_and_log_probabilities(tmp_path: Path) -> None:
+def test_stop_strings_give_exact_versions_and_logprobs(tmp_path: Path) -> None:
     """Engines know no text; what they send until they have aborted an answer is dropped."""
     run_dir = tmp_path / "stopped"
     stream = ["engine.stream_interval=1", "rollout.max_new_tokens=16", "task.params.digits=8"]

@@ -138,9 +138,7 @@ def hf_names(folder: Path) -> list[str]:
     ("ranks", "layout", "model"),
     [(ranks, layout, model) for ranks in CASES for layout, (_, models) in CASES[ranks].items() for model in models],
 )
-def test_folder_comes_back_byte_for_byte_from_the_exporting_ranks_alone(
-    folder: Path, ranks: int, layout: str, model: str
-) -> None:
+def test_folder_comes_back_from_exporting_ranks_alone(folder: Path, ranks: int, layout: str, model: str) -> None:
     found = [rank[f"{layout}/{model}"] for rank in launched(folder, ranks)]
     assert sum(rank["exports"] for rank in found) == STAGES[layout]
     assert all(rank["exports"] or not rank["names"] for rank in found)

@@ -39,7 +39,7 @@ VICTIMS = ["everything", "trainer", "rollout"]
 
 
 @pytest.mark.campaign  # test_resume_environments.py makes the same comparison for a game
-def test_deterministic_run_that_was_killed_is_the_run_that_was_not(tmp_path: Path) -> None:
+def test_killed_deterministic_run_is_the_undisturbed_one(tmp_path: Path) -> None:
     """Engines repeat the same tokens, from their own seeds, so steps and weights are equal bit for bit."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     expected = run(whole, *RUN, *DETERMINISTIC)
@@ -110,7 +110,7 @@ def test_run_that_publishes_beside_training_goes_on_as_well(tmp_path: Path) -> N
 
 
 @pytest.mark.campaign
-def test_run_goes_on_in_another_layout_with_other_engines_and_from_a_copy(tmp_path: Path) -> None:
+def test_run_goes_on_in_other_layouts_and_from_a_copy(tmp_path: Path) -> None:
     """TP1 x PP2 -> TP2 x PP1, two engines -> DP2: the steps are the same up to the order of sums."""
     first = tmp_path / "run"
     stop = ["run.max_steps=6"]

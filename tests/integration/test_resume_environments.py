@@ -56,7 +56,7 @@ def episodes(files: Iterable[Path]) -> Counter[int]:
 
 
 @pytest.mark.campaign  # the next test kills more
-def test_groups_under_way_are_played_anew_in_new_environments_and_lose_nothing(tmp_path: Path, notes: Path) -> None:
+def test_groups_under_way_are_played_anew_without_loss(tmp_path: Path, notes: Path) -> None:
     """The environment is deterministic, so every answer of the first run occurs again in the second."""
     run_dir, settings = tmp_path / "run", game(notes, 0.02)
     Blow("rollout", 5, 0.15).strike(run_dir, *settings)

@@ -185,7 +185,7 @@ def test_requests_and_answers_pass_through_byte_for_byte(tmp_path: Path) -> None
 
 
 @pytest.mark.integration
-def test_an_answer_that_the_engine_breaks_is_reported_and_retried(tmp_path: Path) -> None:
+def test_broken_answer_is_reported_and_retried(tmp_path: Path) -> None:
     async def main() -> None:
         async with router_and_worker(tmp_path) as (http, _, recorder):
             recorder.breaks = 1
@@ -223,7 +223,7 @@ def test_requests_wait_while_no_engine_is_registered(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_the_engine_that_has_taken_a_request_is_known_before_its_first_token(tmp_path: Path) -> None:
+def test_serving_engine_is_known_before_the_first_token(tmp_path: Path) -> None:
     async def main() -> None:
         async with router_and_worker(tmp_path) as (http, worker, recorder):
             engines: asyncio.Queue[str] = asyncio.Queue()
@@ -243,7 +243,7 @@ def test_the_engine_that_has_taken_a_request_is_known_before_its_first_token(tmp
 
 
 @pytest.mark.integration
-def test_an_engine_that_is_removed_before_the_router_has_listed_it_is_not_listed_later(tmp_path: Path) -> None:
+def test_engine_removed_before_listing_is_not_listed_later(tmp_path: Path) -> None:
     async def main() -> None:
         async with router_and_workers(tmp_path, 2) as (http, recorders):
             workers = RouterWorkers(str(http.base_url), Access(KEY), 30.0)
@@ -264,7 +264,7 @@ def test_an_engine_that_is_removed_before_the_router_has_listed_it_is_not_listed
 
 
 @pytest.mark.integration
-def test_an_engine_is_forgotten_once_it_is_removed_though_its_requests_go_on(tmp_path: Path) -> None:
+def test_removed_engine_is_forgotten_though_requests_go_on(tmp_path: Path) -> None:
     async def main() -> None:
         async with router_and_worker(tmp_path) as (http, worker, recorder):
             workers = RouterWorkers(str(http.base_url), Access(KEY), 30.0)
@@ -280,9 +280,7 @@ def test_an_engine_is_forgotten_once_it_is_removed_though_its_requests_go_on(tmp
 
 
 @pytest.mark.integration
-def test_an_engine_that_is_listed_long_after_its_removal_is_removed_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_listed_long_after_removal_is_removed_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.engine.router.LISTED_SECONDS", 0.0)
 
     async def main() -> None:
@@ -410,7 +408,7 @@ def test_what_each_policy_does_to_groups_and_to_balance(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_the_router_has_no_power_of_two_without_workers_at_its_start(tmp_path: Path) -> None:
+def test_router_starts_without_power_of_two_and_workers(tmp_path: Path) -> None:
     """That is why engine.router_policy does not offer it: engines are registered when they are up."""
     argv = router_argv(tiny_config().engine, "http://127.0.0.1:1", 2)
     argv[argv.index("--policy") + 1] = "power_of_two"

@@ -87,7 +87,7 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_own_routing_replayed_changes_no_bit_of_loss_and_gradient(layout: str, layouts: dict[str, Any]) -> None:
+def test_replayed_own_routing_changes_no_bit(layout: str, layouts: dict[str, Any]) -> None:
     assert layouts[layout]["own"] == {"router/differs": 0.0, "router/overlap": 1.0}
 
 
@@ -178,7 +178,7 @@ SERVED: dict[str, dict[str, Any]] = {
 """The families of which engines on CPUs report experts, with sizes that these serve."""
 
 
-def test_every_family_whose_experts_an_engine_on_a_cpu_reports_is_asked() -> None:
+def test_every_family_with_reported_experts_is_asked() -> None:
     reporting = [family for family in FAMILIES.values() if family.has(".router.weight") and not family.tower]
     told = {one.model_type for one in reporting if one.serving.reports_experts and one.serving.on_cpu}
     assert told == SERVED.keys()

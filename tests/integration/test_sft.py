@@ -180,7 +180,7 @@ def test_killed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert after.keys() == before.keys()
 
 
-def test_run_goes_on_in_another_layout_and_with_the_same_rows_only(tmp_path: Path) -> None:
+def test_run_goes_on_in_another_layout_with_the_same_rows(tmp_path: Path) -> None:
     own, run_dir = settings(tmp_path), tmp_path / "run"
     with start(run_dir, *own, "run.max_steps=7", experiment="warmup") as launcher:
         assert finish(launcher, run_dir)[0] == 0, evidence(run_dir)

@@ -66,7 +66,7 @@ def test_trainers_on_one_node_and_engines_on_the_other_learn(lab: Lab, tmp_path:
 
 
 @pytest.mark.skipif(bool(missing_networks()), reason=missing_networks())
-def test_nothing_relies_on_loopback_where_nodes_have_addresses_of_their_own(tmp_path: Path) -> None:
+def test_nothing_relies_on_loopback_across_nodes(tmp_path: Path) -> None:
     """The nodes are in network namespaces, so 127.0.0.1 differs on each. Addresses are detected; none is configured."""
     folder = Path(tempfile.mkdtemp(prefix="lab-"))
     shape = ("cluster.host=null", "cluster.nodes=2", "trainer.data_parallel=2", "engine.count=2", "run.max_steps=5")
@@ -141,9 +141,7 @@ def test_rollout_process_of_a_job_goes_on_when_it_is_killed(lab: Lab, tmp_path: 
     assert sum(warning.startswith("the rollout process goes on after ") for warning in warnings) == 1
 
 
-def test_two_jobs_share_their_nodes_and_the_launcher_of_one_is_killed_in_an_allocation_that_goes_on(
-    lab: Lab, tmp_path: Path
-) -> None:
+def test_two_jobs_share_nodes_and_one_launcher_is_killed(lab: Lab, tmp_path: Path) -> None:
     """Slurm would keep the launcher's steps until the allocation ends, also in an interactive one."""
     one, shape = tmp_path / "one", ("cluster.nodes=2", *SMALL, *SHARED)
     lab.run("salloc", "--nodes=2", "--ntasks-per-node=1", "--mem=1000", "--no-shell")
@@ -166,7 +164,7 @@ def test_two_jobs_share_their_nodes_and_the_launcher_of_one_is_killed_in_an_allo
 
 
 @pytest.mark.campaign
-def test_heterogeneous_job_has_its_rollouts_on_a_machine_of_their_own(lab: Lab, tmp_path: Path) -> None:
+def test_heterogeneous_job_has_rollouts_on_their_machine(lab: Lab, tmp_path: Path) -> None:
     shape = ("cluster.nodes=3", "cluster.cpu_nodes=1", *SMALL)
     job = Submitted(lab, tmp_path / "run", *shape, "run.max_steps=30")
     job.wait_for_step(2)
@@ -202,7 +200,7 @@ def test_run_goes_on_without_an_engine_whose_node_has_failed(lab: Lab, tmp_path:
         "node2",  # a trainer's: the launcher ends, and asks for it
     ],
 )
-def test_job_whose_trainer_node_has_failed_goes_on_from_its_checkpoint(lab: Lab, tmp_path: Path, victim: str) -> None:
+def test_job_goes_on_after_its_trainer_node_failed(lab: Lab, tmp_path: Path, victim: str) -> None:
     steps = 60
     shape = (
         "cluster.nodes=3",

@@ -39,7 +39,7 @@ def opened(*nodes: str) -> Iterator[Lab]:
         shutil.rmtree(folder)
 
 
-def test_a_run_submits_jobs_of_engines_from_inside_its_job_and_leaves_none_behind(tmp_path: Path) -> None:
+def test_run_submits_engine_jobs_and_leaves_none_behind(tmp_path: Path) -> None:
     """The run has one of two nodes. Its first job of engines gets the other, and its second one waits."""
     run_dir = tmp_path / "run"
     with opened("node1", "node2") as lab:

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", TIED)
-def test_three_clipped_updates_are_those_of_transformers_and_torch(folder: Path, name: str) -> None:
+def test_clipped_updates_are_those_of_transformers_and_torch(folder: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM
 
     found = load_file(folder / f"{name}.safetensors")

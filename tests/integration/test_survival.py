@@ -56,7 +56,7 @@ def test_the_only_engine_is_killed_and_comes_back(overlap: str, tmp_path: Path) 
 
 
 @pytest.mark.campaign  # test_hangs.py stops an engine and kills the router, test_weight_faults.py has an engine hang
-def test_an_engine_that_hangs_is_replaced_and_a_router_that_is_killed_is_missed_by_nobody(tmp_path: Path) -> None:
+def test_hung_engine_and_killed_router_are_replaced(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     overrides = ["run.max_steps=100000", "eval.questions=0", "engine.count=2", "weights.timeout=10"]
     with start(run_dir, *overrides, "trainer.data_parallel=2") as process:

@@ -60,7 +60,7 @@ def same_training(figures: list[dict[str, float]], mine: dict[str, torch.Tensor]
         assert mine[name].equal(tensor), name
 
 
-def test_recorded_answers_train_the_same_weights_through_the_machinery(tmp_path: Path) -> None:
+def test_recorded_answers_train_the_same_weights(tmp_path: Path) -> None:
     """Batches equal every byte at bound 0, and at bound 3 in order, except for the versions, which the loss does not
     read."""
     (tmp_path / "config.json").write_text(tiny_config(**SHAPE, **{"rollout.max_new_tokens": 8}).model_dump_json())
@@ -74,7 +74,7 @@ def test_recorded_answers_train_the_same_weights_through_the_machinery(tmp_path:
         same_training(found.figures, found.weights, plain)
 
 
-def test_run_at_bound_0_is_that_of_a_plain_driver_on_the_real_engine(tmp_path: Path, monkeypatch: Any) -> None:
+def test_bound_0_is_a_plain_driver_on_the_real_engine(tmp_path: Path, monkeypatch: Any) -> None:
     """One request runs at a time, so that the engine draws the same random numbers for the same tokens, and multiplies
     matrices of the same number of rows."""
     monkeypatch.setenv("PYTHONPATH", ROOT)

@@ -65,7 +65,7 @@ def test_teacher_that_is_the_policy_gives_no_advantage(tmp_path: Path) -> None:
     assert step["tokens/trained"] < step["teacher/tokens"]
 
 
-def test_another_teacher_is_learnt_although_its_engine_is_killed_on_the_way(tmp_path: Path) -> None:
+def test_another_teacher_is_learnt_despite_a_killed_engine(tmp_path: Path) -> None:
     teacher = another_tiny_model(tmp_path / "teacher")
     shape = ["run.max_steps=30", "rollout.max_new_tokens=8", "trainer.optimizer.lr=3e-3", "rollout.group_size=8"]
     with start(tmp_path / "run", *PURE, f"teacher.model={teacher}", *shape) as process:

@@ -63,7 +63,7 @@ def _steal(run_dir: Path, heard: Path) -> None:
         time.sleep(0.01)
 
 
-def test_who_listens_in_an_engines_place_gets_neither_key_nor_prompt(tmp_path: Path) -> None:
+def test_listener_in_an_engines_place_gets_no_key_or_prompt(tmp_path: Path) -> None:
     heard, run_dir = tmp_path / "heard", tmp_path / "run"
     with (
         thief(run_dir, heard),

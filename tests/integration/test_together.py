@@ -30,7 +30,7 @@ SETTINGS = (
 
 
 @pytest.mark.campaign  # each option has tests of its own
-def test_a_planned_run_loses_a_process_and_is_killed_and_its_replay_is_equal(tmp_path: Path) -> None:
+def test_planned_run_resumes_and_its_replay_is_equal(tmp_path: Path) -> None:
     """The books balance over both deaths, and the recording trains the same weights, bit for bit."""
     run_dir = tmp_path / "run"
     with start(run_dir, *RUN, *SETTINGS) as launcher:

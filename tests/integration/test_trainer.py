@@ -36,7 +36,7 @@ def _updated(folder: Path, layout: str) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize(("layout", "model"), CASES)
-def test_loss_gradient_and_new_weights_do_not_depend_on_the_layout(folder: Path, layout: str, model: str) -> None:
+def test_loss_gradient_and_weights_ignore_the_layout(folder: Path, layout: str, model: str) -> None:
     figures, weights = _updated(folder, layout)[model]
     reference, reference_weights = _updated(folder, "single")[model]
     for mine, theirs in zip(figures, reference, strict=True):
@@ -72,9 +72,7 @@ def test_every_weight_is_trained(folder: Path) -> None:
     [("llama-tied", {}), ("glm4-moe", {**LAYOUTS["pp2-vpp2-ep2"], "dtype": "bfloat16"})],
     ids=["one-rank", "bfloat16-experts"],
 )
-def test_a_bad_step_leaves_the_weights_and_the_schedule_as_they_were(
-    folder: Path, model: str, settings: dict[str, Any]
-) -> None:
+def test_bad_step_leaves_weights_and_schedule(folder: Path, model: str, settings: dict[str, Any]) -> None:
     """The router's bias stays float32 in bfloat16 training, bit for bit."""
     bad = {"bad_grad_norm": 1e-9, "on_bad_step": "skip"}
     figures, weights = launch(folder, "bad", [model], {**settings, **bad})[model]

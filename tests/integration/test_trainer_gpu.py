@@ -98,7 +98,7 @@ def test_two_updates_are_those_of_a_cpu_in_float32(
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.campaign), CUDA])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("changes", [[RECOMPUTED], [OFFLOADED], [RECOMPUTED, OFFLOADED]], ids=" ".join)
-def test_activations_that_are_recomputed_or_in_host_memory_give_the_same_updates(
+def test_recomputed_or_offloaded_activations_update_alike(
     folder: Path, model: str, changes: list[str], device: str
 ) -> None:
     other = updated(folder / model, device, "float32", *changes)
@@ -110,7 +110,7 @@ def test_activations_that_are_recomputed_or_in_host_memory_give_the_same_updates
 @pytest.mark.skipif(not find_spec("transformer_engine_torch"), reason="needs TransformerEngine")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("dtype", "figure", "change"), [("float32", 1e-4, 1e-3), ("bfloat16", 0.02, 0.1)])
-def test_layers_of_transformer_engine_give_the_updates_of_local_ones(
+def test_transformer_engine_layers_update_as_local_ones(
     folder: Path, model: str, dtype: str, figure: float, change: float
 ) -> None:
     fused = updated(folder / model, "cuda", dtype, "trainer.layers=transformer_engine")

@@ -31,16 +31,16 @@ def repeated(layouts: Iterable[str], *among: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("layout", repeated(RECOMPUTED, "single", "ep2", "tp2-sp", "pp2"))
-def test_recomputation_changes_no_bit_of_figures_gradients_and_weights(layout: str, tmp_path: Path) -> None:
+def test_recomputation_changes_no_bit_of_an_update(layout: str, tmp_path: Path) -> None:
     check_recomputation(tmp_path, layout)
 
 
 @pytest.mark.parametrize("layout", repeated(OVERLAPPED, "cp2", "ep2"))
-def test_overlapped_communication_changes_no_bit_of_figures_and_weights(layout: str, tmp_path: Path) -> None:
+def test_overlapped_communication_updates_to_the_bit(layout: str, tmp_path: Path) -> None:
     check_overlap(tmp_path, layout, OVERLAPPED[layout], **AGAIN)
 
 
-def test_gradients_of_parts_are_reduced_once_with_overlapped_communication(tmp_path: Path) -> None:
+def test_overlapped_gradients_of_parts_are_reduced_once(tmp_path: Path) -> None:
     check_overlap(tmp_path, "dp2", ["llama-tied"], **PARTS)
 
 
@@ -49,7 +49,7 @@ def test_a_critic_is_trained_alike_with_overlapped_communication(tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_optimizer_whose_states_leave_the_device_trains_the_same_bits(dtype: str, tmp_path: Path) -> None:
+def test_offloaded_optimizer_trains_the_same_bits(dtype: str, tmp_path: Path) -> None:
     """Storages of the CPU are moved as those of a GPU would be, and the weights start anew after the first batch."""
     algo = {"trainer.dtype": dtype, **reusing(reset_every=1, reset_share=0.5)}
     counts = run(tmp_path, "dp2", {"llama-tied": {"offload": {"optimizer.offload": True}}}, **algo)

@@ -52,7 +52,7 @@ def test_a_run_goes_on_after_a_kill_and_not_with_other_tasks(tmp_path: Path) -> 
     nothing_is_left(run_dir)
 
 
-def test_every_process_that_plays_has_a_worker_of_its_own_and_one_that_dies_is_replaced(tmp_path: Path) -> None:
+def test_every_playing_process_has_its_worker_replaced(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with start(run_dir, *DIGITS, "processes.count=2", "rollout.max_failures=100") as process:
         wait_for_step(process, run_dir, 3)
@@ -77,7 +77,7 @@ def workers_of(pid: int) -> list[psutil.Process]:
     ]
 
 
-def test_a_thousand_episodes_with_faults_of_every_kind_have_no_false_zero(tmp_path: Path) -> None:
+def test_thousand_faulty_episodes_have_no_false_zero(tmp_path: Path) -> None:
     """In every fifth task a stage hangs or fails, a reward is not a number, or the worker dies; others give 1."""
     run_dir = tmp_path / "run"
     taskset = "taskset: {size: 600, every: 5}, agent: {timeout: {setup: 1, scoring: 1, finalize: 1}}"

@@ -129,9 +129,7 @@ def megatron(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", ["tied", "experts"])
-def test_saved_policies_have_the_vision_tower_that_they_started_from_or_trained(
-    name: str, folder: Path, megatron: Any
-) -> None:
+def test_saved_policies_have_their_vision_tower(name: str, folder: Path, megatron: Any) -> None:
     from transformers import AutoModelForImageTextToText
 
     megatron("single")

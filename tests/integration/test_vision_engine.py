@@ -161,7 +161,7 @@ def test_log_probabilities_are_those_of_transformers(fleet: Engines) -> None:
     assert "image data items" not in fleet.log("engine-0")  # SGLang's warning about a warm-up that shows no image
 
 
-def test_siblings_share_a_request_and_groups_with_other_images_do_not(fleet: Engines) -> None:
+def test_siblings_share_a_request_unless_images_differ(fleet: Engines) -> None:
     """One image, and two."""
     images, second = [noise(3), noise(4)], noise(11)
 
@@ -239,7 +239,7 @@ def test_the_engine_survives_what_the_client_refuses(fleet: Engines) -> None:
     played(fleet, play)
 
 
-def test_a_wrong_number_of_placeholders_from_elsewhere_costs_the_engine_nothing(fleet: Engines) -> None:
+def test_wrong_placeholders_cost_the_engine_nothing(fleet: Engines) -> None:
     """Requests that do not come from our client get an error at once. With two threads for images, which is SGLang's
     default, they would never return."""
     url, image = fleet.addresses.engines[0], noise(8)
@@ -279,7 +279,7 @@ def test_adapters_of_roles_answer_with_their_own_weights(fleet: Engines, tmp_pat
     played(fleet, play, run=run, names=names, agents=agents)
 
 
-def test_a_model_with_stacked_experts_answers_as_transformers_does_before_and_after_a_publish(tmp_path: Path) -> None:
+def test_stacked_experts_answer_as_transformers_does(tmp_path: Path) -> None:
     """The publish is verified by the checksums of all parameters of the text model."""
     model, context, image = tmp_path / "model", [*IMAGE, *ASK], noise(12)
     write(model, "qwen3_vl_moe", spread=0.15)
@@ -306,9 +306,7 @@ def test_a_model_with_stacked_experts_answers_as_transformers_does_before_and_af
         played(fleet, play)
 
 
-def test_an_image_that_was_read_before_is_encoded_by_the_tower_of_the_newest_version(
-    fleet: Engines, tmp_path: Path
-) -> None:
+def test_reread_image_is_encoded_by_the_newest_tower(fleet: Engines, tmp_path: Path) -> None:
     """SGLang keeps the embeddings of images through updates unless SGLANG_VLM_CACHE_SIZE_MB is 0. This test changes the
     engine's weights, so it is the last."""
     context, image, weights = [*IMAGE, *ASK], noise(10), publisher.SeededWeights(fleet.addresses.model)

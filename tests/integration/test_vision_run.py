@@ -53,7 +53,7 @@ def check_images(run_dir: Path, page: Path) -> None:
     assert all(text.count(f'"{name}": "') == 1 for name in names)
 
 
-def test_a_run_that_was_killed_goes_on_and_its_recording_trains_the_same(tmp_path: Path) -> None:
+def test_killed_vision_run_goes_on_and_replays(tmp_path: Path) -> None:
     """Results are equal bit for bit, with images that the game returns in later turns to two rollout processes: those
     of a run whose launcher was killed and started again, and those of the undisturbed training of its recording.
     (test_resume_environments.py compares a killed run with an undisturbed one.)"""

@@ -236,7 +236,7 @@ def trial(fleet: Engines, folder: Path, seed: int) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("seed", [1])
-def test_no_token_is_labelled_with_a_version_that_did_not_write_it(seed: int, fleet: Engines, tmp_path: Path) -> None:
+def test_no_token_has_a_version_that_did_not_write_it(seed: int, fleet: Engines, tmp_path: Path) -> None:
     trial(fleet, tmp_path, seed)
 
 

@@ -110,9 +110,7 @@ def test_values_on_the_grid_reach_the_engines_bit_for_bit(kind: str, fleet: Engi
     publisher.fleet.close()
 
 
-def test_request_in_flight_across_five_publishes_tells_truly_which_version_wrote_what(
-    fleet: Engines, tmp_path: Path
-) -> None:
+def test_request_across_five_publishes_tells_its_versions(fleet: Engines, tmp_path: Path) -> None:
     """Each span has the log-probabilities of its version's weights with `retract`, because the cache is computed
     again."""
     config = settings(fleet.config, transport="tensor", pause_mode="retract")
@@ -142,7 +140,7 @@ def test_request_in_flight_keeps_its_tokens_in_the_other_modes(mode: str, fleet:
     publisher.fleet.close()
 
 
-def test_token_of_the_step_in_flight_at_an_in_place_pause_has_the_version_that_made_it(tmp_path: Path) -> None:
+def test_token_at_an_in_place_pause_has_its_makers_version(tmp_path: Path) -> None:
     """With SGLang's overlap scheduler, a step is in flight when the pause arrives. The first token of an answer's
     second version must not be one that the first version's weights made (engine/sglang_hooks.py)."""
     with engines(tmp_path, "+engine.server_args.disable_overlap_schedule=false") as running:
@@ -180,7 +178,7 @@ class OneWrongBit(TensorTransport):
         assert others
 
 
-def test_engine_that_holds_other_weights_is_taken_out_and_its_tensor_named_and_may_join_again(
+def test_engine_with_other_weights_is_out_and_may_rejoin(
     fleet: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = settings(fleet.config, transport="tensor", verify_every=1)
@@ -225,9 +223,7 @@ def routed(fleet: Engines, expected: tuple[str, ...]) -> bool:
     return False
 
 
-def test_engines_at_both_parallelisms_write_what_an_engine_started_from_the_exported_folder_writes(
-    fleet: Engines, tmp_path: Path
-) -> None:
+def test_engines_in_both_parallelisms_write_as_an_export(fleet: Engines, tmp_path: Path) -> None:
     """Greedy answers agree token by token."""
     weights = SeededWeights(fleet.addresses.model)
     exported = tmp_path / "exported"

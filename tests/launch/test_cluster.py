@@ -44,7 +44,7 @@ def test_a_program_knows_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert node_name() == "node7"
 
 
-def test_what_a_cluster_keeps_of_its_job_does_not_make_a_folder_one_of_another_run(tmp_path: Path) -> None:
+def test_kept_job_state_makes_no_folder_of_another_run(tmp_path: Path) -> None:
     (tmp_path / "machines").mkdir()
     prepare(tiny_config(**JOB), tmp_path)
     with pytest.raises(ConfigError, match="not empty"):

@@ -89,9 +89,7 @@ def test_engines_that_share_gpus_and_memory_need_no_turns() -> None:
 
 
 @pytest.mark.parametrize(("given", "engine", "trainer"), [(None, 0.4, 0.5), (0.3, 0.3, 0.6)])
-def test_trainers_that_share_gpus_get_what_engines_and_libraries_leave(
-    given: float | None, engine: float, trainer: float
-) -> None:
+def test_trainers_sharing_gpus_get_what_engines_leave(given: float | None, engine: float, trainer: float) -> None:
     config = tiny_config(**SHARED, **{"engine.memory_fraction": given})
     assert config.engine_fraction == engine
     assert config.trainer_fraction == pytest.approx(trainer)
@@ -137,13 +135,13 @@ def test_shared_gpus_are_counted_once(placement: dict[str, Any]) -> None:
     assert "set cluster.placement" not in refused.value.remedy
 
 
-def test_a_machine_with_one_gpu_is_told_how_engine_and_trainer_use_it() -> None:
+def test_one_gpu_machine_is_told_how_both_use_it() -> None:
     with pytest.raises(ConfigError, match=r"set cluster\.placement=shared, or colocated"):
         check_devices(tiny_config(), gpus=1)
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
-def test_engines_start_with_a_memory_saver_on_gpus_and_see_those_that_ipc_handles_name(gpus: int) -> None:
+def test_gpu_engines_have_a_memory_saver_and_see_ipc_gpus(gpus: int) -> None:
     config = colocated(**{"trainer.data_parallel": 2, "engine.count": 2})
     placement = placed(config, 1, gpus)
     specs = {spec.name: spec for spec in plan(config, addresses(2, gpus), placement, Path("/runs/r"))}
@@ -156,7 +154,7 @@ def test_engines_start_with_a_memory_saver_on_gpus_and_see_those_that_ipc_handle
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
-def test_engines_beside_trainers_start_with_their_part_of_the_memory_and_weights(gpus: int) -> None:
+def test_engines_beside_trainers_start_with_their_part(gpus: int) -> None:
     config = tiny_config(**SHARED, **{"trainer.data_parallel": 2, "engine.count": 2, "engine.memory_fraction": 0.3})
     specs = {spec.name: spec for spec in plan(config, addresses(2, gpus), placed(config, 1, gpus), Path("/runs/r"))}
     engine = specs["engine-1"]

@@ -117,7 +117,7 @@ def test_next_launcher_removes_what_a_killed_one_has_left(temporary: Path, files
     assert list(temporary.iterdir()) == []
 
 
-def test_folder_of_somebody_else_or_a_list_of_other_files_is_let_alone(temporary: Path, files: list[Path]) -> None:
+def test_foreign_folder_or_list_is_let_alone(temporary: Path, files: list[Path]) -> None:
     for file in files:
         file.touch()
     listed = [str(files[2]), "/dev/shm/../../etc/hostname", str(temporary / "torch_mine"), str(SHARED / "torch_" / "x")]

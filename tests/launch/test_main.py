@@ -62,7 +62,7 @@ def test_short_help_shows_what_people_set_first() -> None:
     assert set(re.findall(r"\n  ([\w.]+)  \(", section)) == {n for n in help.field_names() if ".images." in n}
 
 
-def test_help_about_a_word_shows_the_fields_that_have_it_or_says_that_none_has() -> None:
+def test_help_about_a_word_shows_its_fields_or_none() -> None:
     assert "checkpoint.every  (" in help.render(CONF, "every")
     assert help.render(CONF, "wandbb") == "No field has 'wandbb' in its name or meaning: see --help all."
 
@@ -156,7 +156,7 @@ def test_new_or_empty_folder_is_taken(overwrite: bool, tmp_path: Path) -> None:
     prepared(tmp_path, overwrite=overwrite)
 
 
-def test_folder_with_anything_in_it_is_never_overwritten_silently(tmp_path: Path) -> None:
+def test_filled_folder_is_never_silently_overwritten(tmp_path: Path) -> None:
     folder = old_run(tmp_path / "run")
     with pytest.raises(
         ConfigError, match=r"The folder is not empty: choose another, or set run.overwrite=true"
@@ -229,7 +229,7 @@ def test_read_only_folder_is_refused_by_name(preflight: bool, tmp_path: Path) ->
     assert "Traceback" not in said
 
 
-def test_too_few_open_files_are_refused_and_the_hard_limit_is_used(tmp_path: Path) -> None:
+def test_few_open_files_are_refused_up_to_the_hard_limit(tmp_path: Path) -> None:
     done = shell('ulimit -n 64 && exec "$@"', "experiment=tiny", f"run.dir={tmp_path}/run", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "ulimit -n: got 64. Processes of a run open more files: allow at least 1024" in done.stderr
@@ -239,7 +239,7 @@ def test_too_few_open_files_are_refused_and_the_hard_limit_is_used(tmp_path: Pat
     assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip() == "(4096, 4096)"
 
 
-def test_error_of_a_folder_that_cannot_be_written_is_explained_and_others_are_not(tmp_path: Path) -> None:
+def test_unwritable_folder_is_explained_and_others_are_not(tmp_path: Path) -> None:
     missing = FileNotFoundError(errno.ENOENT, "No such file or directory", str(tmp_path / "gone" / "stop"))
     assert "It was removed or moved during the run" in str(explained(missing, tmp_path / "gone"))
     assert explained(missing, tmp_path) is None
@@ -271,7 +271,7 @@ def test_going_on_by_itself_needs_a_folder_that_is_found_again() -> None:
                 check_resume(values, composed)
 
 
-def test_sweep_begins_each_run_with_what_differs_and_ends_with_a_table(
+def test_sweep_names_differences_and_ends_with_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def launch(config: Any, folder: Path, began: float, arguments: Any) -> None:

@@ -49,9 +49,7 @@ def test_binding_stays_within_what_the_process_may_use(machine: Path, monkeypatc
     assert bound == [{2, 3}]
 
 
-def test_a_trainer_rank_is_bound_near_its_own_gpu_of_those_that_it_sees(
-    machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_is_bound_near_the_gpu_it_sees(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     ranks = [{"CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_RANK": rank} for rank in ("0", "1")]
     assert [near(rank, machine) for rank in ranks] == [{0, 1, 2, 3}, {4, 5, 6, 7}]

@@ -25,7 +25,7 @@ def all_seats(found: Placement) -> list[Seat]:
     return [*dict.fromkeys(found.trainers), *engines, *(seat for seats in found.frozen.values() for seat in seats)]
 
 
-def test_trainers_fill_the_first_nodes_in_blocks_and_engines_take_what_is_left() -> None:
+def test_trainers_fill_first_nodes_and_engines_the_rest() -> None:
     found = placed(3, 4, **{"trainer.tensor_parallel": 2, "trainer.data_parallel": 3, "engine.count": 6})
     assert [seat.node.name for seat in found.trainers] == ["node0"] * 3 + ["node1"] * 3
     assert [found.local_rank(rank) for rank in range(6)] == [0, 1, 2, 0, 1, 2]
@@ -69,7 +69,7 @@ def test_engines_of_another_model_stand_on_one_machine() -> None:
     assert len(placed(2, 8, **{"scorer.model": "/t", "scorer.tensor_parallel": 8}).frozen["scorer"][0].gpus) == 8
 
 
-def test_without_gpus_trainers_get_the_first_half_and_engines_take_turns() -> None:
+def test_without_gpus_trainers_take_half_and_engines_turns() -> None:
     found = placed(4, 0, **{"trainer.data_parallel": 4, "engine.count": 3})
     assert [seat.node.name for seat in found.trainers] == ["node0", "node0", "node1", "node1"]
     assert [seats[0].node.name for seats in found.engines] == ["node2", "node3", "node2"]
@@ -77,7 +77,7 @@ def test_without_gpus_trainers_get_the_first_half_and_engines_take_turns() -> No
     assert {seat.node.name for seat in all_seats(alone)} == {"node0"}
 
 
-def test_modes_without_trainers_or_engines_leave_their_places_out() -> None:
+def test_modes_without_a_side_leave_its_places_out() -> None:
     generating = placed(1, 2, **{**ALONE, "engine.count": 2})
     assert (generating.trainers, len(generating.engines)) == ([], 2)
     training = placed(1, 2, **{**GIVEN, "trainer.data_parallel": 2})

@@ -54,7 +54,7 @@ def test_run_is_engines_router_rollout_and_trainers() -> None:
     assert all(spec.argv[:2] == [sys.executable, "-m"] for spec in specs.values())
 
 
-def test_trainers_and_the_rollout_process_go_on_where_there_are_checkpoints() -> None:
+def test_both_sides_go_on_where_there_are_checkpoints() -> None:
     alike = {"trainer-0", "rollout"}
     specs = made(**{"checkpoint.every": 4, "cluster.max_restarts": 7})
     assert {name for name, spec in specs.items() if spec.recovers} == alike
@@ -78,7 +78,7 @@ def test_same_inputs_give_the_same_plan() -> None:
     assert made(2, gpus=8) == made(2, gpus=8)
 
 
-def test_every_process_knows_the_run_and_its_key_from_its_environment_alone() -> None:
+def test_processes_know_run_and_key_from_the_environment() -> None:
     for spec in made(2).values():
         assert spec.env["ASYNCRL_RUN_ID"] == "run0"
         assert spec.env["ASYNCRL_API_KEY"] == "key0"
@@ -87,7 +87,7 @@ def test_every_process_knows_the_run_and_its_key_from_its_environment_alone() ->
         assert spec.env["HF_HUB_OFFLINE"] == "1"
 
 
-def test_engine_command_names_model_address_seed_and_the_version_it_starts_from() -> None:
+def test_engine_command_names_model_address_seed_version() -> None:
     specs = made(2, **{"run.seed": 7, "engine.stream_interval": 3})
     first, second = flags(specs["engine-0"]), flags(specs["engine-1"])
     assert first["model-path"] == "/model"
@@ -98,18 +98,18 @@ def test_engine_command_names_model_address_seed_and_the_version_it_starts_from(
     assert first["skip-tokenizer-init"] is first["incremental-streaming-output"] is True
 
 
-def test_cpu_engines_take_the_pytorch_path_and_gpu_engines_the_stock_one() -> None:
+def test_cpu_engines_take_the_pytorch_path_gpus_the_stock() -> None:
     assert flags(made()["engine-0"])["attention-backend"] == "torch_native"
     gpu = flags(made(gpus=2)["engine-0"])
     assert not {"device", "attention-backend", "sampling-backend", "disable-overlap-schedule"} & gpu.keys()
 
 
-def test_engines_warm_up_before_they_listen_on_cpus_for_images_alone() -> None:
+def test_cpu_engines_warm_up_before_listening_for_images() -> None:
     assert flags(made(1, gpus=2)["engine-0"])["warmups"] == "asyncrl"
     assert flags(made()["engine-0"])["warmups"] == "asyncrl_images"
 
 
-def test_engines_are_told_to_keep_experts_only_where_they_are_replayed() -> None:
+def test_engines_keep_experts_only_where_replayed() -> None:
     flag = "enable-return-routed-experts"
     assert flags(made(**{"algo.routing_replay": "R3"})["engine-0"])[flag] is True
     assert flag not in flags(made()["engine-0"])
@@ -128,7 +128,7 @@ def test_engines_serve_adapters_only_where_versions_are_adapters() -> None:
     assert "enable-lora" not in flags(made(**{"weights.lora": "versions"})["engine-0"])
 
 
-def test_cache_of_an_engine_is_what_fits_on_a_gpu_and_a_stated_size_on_a_cpu() -> None:
+def test_cache_fits_the_gpu_or_is_stated_on_a_cpu() -> None:
     unset = {"engine.max_total_tokens": None, "scorer.max_total_tokens": None}
     for name in ("engine-0", "scorer-0"):
         assert flags(taught(**unset)[name])["max-total-tokens"] == "16384"
@@ -136,7 +136,7 @@ def test_cache_of_an_engine_is_what_fits_on_a_gpu_and_a_stated_size_on_a_cpu() -
     assert flags(taught(4, **{"engine.max_total_tokens": 99})["engine-0"])["max-total-tokens"] == "99"
 
 
-def test_deterministic_engines_heed_seeds_and_on_a_cpu_have_one_request_at_a_time() -> None:
+def test_deterministic_engines_heed_seeds() -> None:
     settings = {"deterministic": True, "rollout.max_staleness": 0}
     cpu, gpu = (made(gpus=gpus, **settings)["engine-0"] for gpus in (0, 2))
     for engine in (cpu, gpu):
@@ -242,7 +242,7 @@ def test_the_ranks_of_an_engine_meet_at_a_port_of_ours() -> None:
     assert "nccl-port" not in flags(replicas["scorer-0"])
 
 
-def test_an_engine_is_started_in_its_shape_with_a_core_for_each_rank() -> None:
+def test_engine_starts_in_its_shape_with_a_core_per_rank() -> None:
     shape = {"tensor_parallel": 4, "expert_parallel": 2, "data_parallel": 4, "pipeline_parallel": 2}
     engine = made(1, **{f"engine.{name}": size for name, size in shape.items()})["engine-0"]
     given = {"tp-size": "4", "ep-size": "2", "dp-size": "4", "pp-size": "2", "enable-dp-attention": True}
@@ -251,14 +251,14 @@ def test_an_engine_is_started_in_its_shape_with_a_core_for_each_rank() -> None:
     assert not given.keys() & (flags(made(1)["engine-0"]).keys() - {"tp-size"})
 
 
-def test_addresses_are_written_for_their_owner_alone_and_read_back(tmp_path: Path) -> None:
+def test_addresses_are_private_and_read_back(tmp_path: Path) -> None:
     ours = addresses(2, gpus=1)
     ours.write(tmp_path)
     assert (tmp_path / "addresses.json").stat().st_mode & 0o777 == 0o600
     assert type(ours).read(tmp_path) == ours
 
 
-def test_engines_see_the_trainers_gpus_only_where_weights_come_by_cuda_ipc() -> None:
+def test_engines_see_trainer_gpus_only_for_cuda_ipc() -> None:
     apart = made(2, gpus=4, **{"trainer.data_parallel": 2})
     assert [apart[f"engine-{i}"].env["CUDA_VISIBLE_DEVICES"] for i in (0, 1)] == ["2", "3"]
     assert "base-gpu-id" not in flags(apart["engine-0"])
@@ -303,7 +303,7 @@ def taught(gpus: int = 0, teachers: int = 2, **changes: object) -> dict[str, Pro
     return {spec.name: spec for spec in plan(config, ours, placement, RUN_DIR)}
 
 
-def test_other_models_have_engines_of_their_own_that_no_one_publishes_to() -> None:
+def test_other_models_have_unpublished_engines() -> None:
     specs = taught(**{"scorer.server_args": {"context_length": 64}, "scorer.max_running": 9})
     assert list(specs)[:4] == ["engine-0", "scorer-0", "scorer-1", "router"]
     found = flags(specs["scorer-1"])
@@ -358,7 +358,7 @@ def test_addresses_of_other_models_are_read_back(tmp_path: Path) -> None:
 # --- several machines ---------------------------------------------------------------------------------------
 
 
-def test_an_engine_on_several_machines_is_a_process_on_each_that_meet_at_the_first() -> None:
+def test_spread_engine_is_a_process_per_machine() -> None:
     nodes = [Node(f"n{i}", f"10.0.0.{i}", ("0", "1"), PORTS, "ib0") for i in range(3)]
     config = tiny_config(**{"engine.tensor_parallel": 4, "trainer.data_parallel": 2, **JOB})
     placement = place(config, nodes)
@@ -378,7 +378,7 @@ def test_an_engine_on_several_machines_is_a_process_on_each_that_meet_at_the_fir
     assert specs["trainer-0"].env["MASTER_ADDR"] == "10.0.0.0"
 
 
-def test_replicas_on_several_machines_meet_at_the_first_of_consecutive_ports() -> None:
+def test_spread_replicas_meet_at_consecutive_ports() -> None:
     """SGLang adds to the number of their port, so the others must be free, too."""
     nodes = [Node(f"n{i}", f"10.0.0.{i}", ("0", "1"), PORTS, "ib0", 31000 + i) for i in range(3)]
     shape = {"engine.tensor_parallel": 4, "engine.data_parallel": 2, "trainer.data_parallel": 2}

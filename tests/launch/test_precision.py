@@ -34,7 +34,7 @@ def test_auto_needs_a_gpu_and_both_packages(monkeypatch: pytest.MonkeyPatch) -> 
         assert resolved(**GPU) == "local"
 
 
-def test_explicit_choice_that_cannot_run_is_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_choice_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "transformer_engine")
     with pytest.raises(ConfigError, match=r"trainer\.layers.*transformer_engine_torch cannot be found.*set local"):
         resolved("transformer_engine", **GPU)
@@ -66,7 +66,7 @@ def test_fp8_needs_layers_of_transformer_engine_and_bfloat16(monkeypatch: pytest
         tiny_config(**{"trainer.fp8": {"format": "hybrid", "recipe": "delayed"}})
 
 
-def test_moments_in_bfloat16_need_transformer_engine_and_rates_that_move_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_moments_need_te_and_moving_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     low = {"trainer.optimizer.moments_dtype": "bfloat16"}
     install(monkeypatch, *precision.PACKAGES)
     assert resolved("local", **GPU, **low) == "local"  # the optimizer is TransformerEngine's whatever the layers
@@ -79,7 +79,7 @@ def test_moments_in_bfloat16_need_transformer_engine_and_rates_that_move_them(mo
         tiny_config(**low, **{"trainer.optimizer.beta2": 0.999})
 
 
-def test_a_second_moment_in_bfloat16_decreases_up_to_the_largest_rate_that_is_allowed() -> None:
+def test_bfloat16_second_moment_falls_at_allowed_rates() -> None:
     for start in torch.linspace(1.0, 2.0, 129).bfloat16():
         assert start * MOST_BETA != start
     assert any(start * 0.998 == start for start in torch.linspace(1.0, 2.0, 129).bfloat16())

@@ -120,7 +120,7 @@ def test_processes_are_bound_near_their_gpus(run_id: str, tmp_path: Path, monkey
     assert logs == {"engine": f"[{near}]", "trainer": str(sorted(all_of_them))}
 
 
-def test_run_ends_well_when_all_trainers_have_and_the_rest_is_stopped(run_id: str, tmp_path: Path) -> None:
+def test_run_ends_well_with_its_trainers(run_id: str, tmp_path: Path) -> None:
     polls = []
 
     def poll() -> None:
@@ -170,7 +170,7 @@ sys.exit(1)
 """
 
 
-def test_the_error_that_was_recorded_first_is_shown_instead_of_last_lines(run_id: str, tmp_path: Path) -> None:
+def test_error_recorded_first_is_shown(run_id: str, tmp_path: Path) -> None:
     (tmp_path / "progress").mkdir()
     (tmp_path / "progress" / "router.failure").write_text("of an earlier launcher")
     names = {"trainer-0": (2.0, "Connection closed by peer"), "trainer-1": (1.0, "KeyError: 'x'")}
@@ -189,7 +189,7 @@ def test_the_error_that_was_recorded_first_is_shown_instead_of_last_lines(run_id
     )
 
 
-def test_trainer_that_fails_ends_the_run_although_another_finished(run_id: str, tmp_path: Path) -> None:
+def test_failed_trainer_ends_the_run_despite_a_finished_one(run_id: str, tmp_path: Path) -> None:
     with pytest.raises(ProcessDied, match="trainer-1 died: exit code 1"):
         supervise(
             run_id,
@@ -222,7 +222,7 @@ def test_those_that_a_death_dragged_along_are_named_after_it(
     assert str(caught.value).endswith("ended afterwards: rollout")
 
 
-def test_death_of_another_is_named_before_those_who_say_that_it_failed_them(run_id: str, tmp_path: Path) -> None:
+def test_death_is_named_before_those_it_failed(run_id: str, tmp_path: Path) -> None:
     """The one that failed may take longer to end than those that it told."""
     rollout = "import time; time.sleep(1.5); raise KeyError('unforeseen')"
     with pytest.raises(ProcessDied) as caught:
@@ -238,9 +238,7 @@ def test_death_of_another_is_named_before_those_who_say_that_it_failed_them(run_
     assert text.endswith("ended afterwards: trainer-0")
 
 
-def test_one_that_says_that_another_failed_is_named_when_no_other_dies(
-    run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accuser_is_named_when_no_other_dies(run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "PEER_SECONDS", 0.5)
     with pytest.raises(ProcessDied, match=f"trainer-0 died: exit code {PEER_FAILED}"):
         supervise(
@@ -291,7 +289,7 @@ def test_launcher_under_nohup_goes_on_without_its_terminal(run_id: str, tmp_path
         signal.signal(signal.SIGHUP, before)
 
 
-def test_launcher_whose_terminal_is_gone_ends_everything_although_it_writes_to_it(run_id: str, tmp_path: Path) -> None:
+def test_lost_terminal_ends_everything(run_id: str, tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     launcher = f"""
     import sys
@@ -334,7 +332,7 @@ def test_removed_run_folder_is_told(run_id: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 7)", "raise OSError(28, os.strerror(28))"])
-def test_too_little_shared_memory_is_told_and_what_was_made_there_is_removed(
+def test_little_shared_memory_is_told_and_swept(
     end: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that fills its share is killed by SIGBUS, so its file is never seen as mapped."""
@@ -360,7 +358,7 @@ def test_too_little_shared_memory_is_told_and_what_was_made_there_is_removed(
     assert list(SHARED.glob(f"torch_*_{run_id}")) == []
 
 
-def test_everything_is_stopped_although_no_file_can_be_opened_any_more(
+def test_all_is_stopped_without_free_file_descriptors(
     run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -479,7 +477,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 120.0) -> None:
         time.sleep(0.02)
 
 
-def test_engine_that_dies_under_way_is_started_again_until_it_has_died_too_often(run_id: str, tmp_path: Path) -> None:
+def test_dying_engine_restarts_until_too_often(run_id: str, tmp_path: Path) -> None:
     (tmp_path / READY).touch()
     says = "import os, sys; print('life', os.environ['ASYNCRL_INCARNATION'], flush=True); sys.exit(4)"
     engine = dataclasses.replace(spec(run_id, "engine-0", says), restarts=2, url="http://e0")
@@ -489,7 +487,7 @@ def test_engine_that_dies_under_way_is_started_again_until_it_has_died_too_often
     assert (tmp_path / "logs" / "engine-0.log").read_text() == "life \nlife restart-1\nlife restart-2\n"
 
 
-def test_engine_that_the_trainer_gave_up_is_killed_and_started_again(run_id: str, tmp_path: Path) -> None:
+def test_engine_given_up_is_killed_and_restarted(run_id: str, tmp_path: Path) -> None:
     (tmp_path / READY).touch()
     says = "import os, time; print('up', os.environ['ASYNCRL_INCARNATION'], flush=True); time.sleep(60)"
     engine = dataclasses.replace(spec(run_id, "engine-0", says), restarts=1, url="http://e0")
@@ -513,7 +511,7 @@ def test_engine_that_the_trainer_gave_up_is_killed_and_started_again(run_id: str
 # --- a run that is to go on later ---------------------------------------------------------------------------
 
 
-def test_run_that_is_asked_to_stop_is_paused_when_its_trainers_have_said_so(run_id: str, tmp_path: Path) -> None:
+def test_stopping_run_is_paused_once_its_trainers_say_so(run_id: str, tmp_path: Path) -> None:
     """SIGUSR1 to the launcher asks it to stop; the trainers look for the file."""
     ends = f"""
     import pathlib, time
@@ -534,7 +532,7 @@ def test_run_that_is_asked_to_stop_is_paused_when_its_trainers_have_said_so(run_
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
-def test_run_that_comes_to_its_end_although_it_is_asked_to_stop_is_over(run_id: str, tmp_path: Path) -> None:
+def test_run_that_ends_while_stopping_is_over(run_id: str, tmp_path: Path) -> None:
     ends = spec(run_id, "trainer-0", "import time; print('up', flush=True); time.sleep(0.5)", ends=True)
     supervise(run_id, tmp_path, ends, poll=when_up(tmp_path, "trainer-0", then=send(signal.SIGUSR1)))
     assert (tmp_path / STOP).exists()
@@ -566,7 +564,7 @@ def test_steps_are_stopped_through_srun_each_in_its_way(run_id: str, tmp_path: P
     assert (tmp_path / "logs" / "engine-0.log").read_text() == "up\nkilled\n"
 
 
-def test_step_that_does_not_stop_within_the_grace_is_ended_by_its_srun(run_id: str, tmp_path: Path) -> None:
+def test_step_beyond_the_grace_is_ended_by_its_srun(run_id: str, tmp_path: Path) -> None:
     """SIGKILL would end the srun alone."""
     stubborn = SRUN.replace('print("asked", flush=True), sys.exit(0)', 'print("asked", flush=True)')
     then = when_up(tmp_path, "trainer", then=send(signal.SIGTERM))
@@ -608,7 +606,7 @@ class Silent:
         self.forgotten += 1
 
 
-def test_process_that_lives_and_does_not_answer_is_killed_and_started_again(run_id: str, tmp_path: Path) -> None:
+def test_living_silent_process_is_killed_and_restarted(run_id: str, tmp_path: Path) -> None:
     (tmp_path / READY).touch()
     (tmp_path / "logs").mkdir()
     says = "import os, time; print('life', os.environ['ASYNCRL_INCARNATION'], flush=True); time.sleep(60)"
@@ -623,9 +621,7 @@ def test_process_that_lives_and_does_not_answer_is_killed_and_started_again(run_
     assert policy.count("router") == 1
 
 
-def test_router_that_is_lost_with_its_machine_ends_the_run_and_so_does_the_last_engine_that_lives(
-    run_id: str, tmp_path: Path
-) -> None:
+def test_router_or_last_engine_lost_ends_the_run(run_id: str, tmp_path: Path) -> None:
     """No other process can take their place."""
     (tmp_path / READY).touch()
     (tmp_path / "logs").mkdir()
@@ -656,7 +652,7 @@ def test_death_in_a_step_is_told_with_rank_machine_and_log(run_id: str, tmp_path
     assert "its last words" in str(caught.value)
 
 
-def test_engine_that_is_lost_with_its_machine_is_missed_as_long_as_another_serves(
+def test_lost_engine_is_missed_while_another_serves(
     run_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / READY).touch()
@@ -680,7 +676,7 @@ def test_engine_that_is_lost_with_its_machine_is_missed_as_long_as_another_serve
         )
 
 
-def test_processes_that_belong_together_are_started_again_together(run_id: str, tmp_path: Path) -> None:
+def test_processes_that_belong_together_restart_together(run_id: str, tmp_path: Path) -> None:
     """The ranks of an engine on two machines: one dies, the other would wait for it for ever."""
     (tmp_path / READY).touch()
     life = "import os, time; print('life', os.environ['ASYNCRL_INCARNATION'], flush=True); time.sleep({seconds})"
@@ -727,9 +723,7 @@ def test_engine_that_spans_machines_is_given_up_as_a_whole(run_id: str, tmp_path
     assert log.read_text() == "up\nkilled\n"
 
 
-def test_engine_that_leaves_is_stopped_for_good_and_the_run_goes_on(
-    run_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_leaving_engine_is_stopped_for_good(run_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / READY).touch()
     registry = Registry(tmp_path)
     registry.clear()
@@ -760,7 +754,7 @@ def test_engine_that_dies_while_it_leaves_is_not_started_again(
     assert "died" not in capsys.readouterr().err
 
 
-def test_where_there_are_only_engines_the_supervisor_ends_when_the_last_has_left(run_id: str, tmp_path: Path) -> None:
+def test_fleet_supervisor_ends_with_its_last_engine(run_id: str, tmp_path: Path) -> None:
     (tmp_path / READY).touch()
     registry, heard = Registry(tmp_path), list[int]()
     registry.clear()

@@ -47,7 +47,7 @@ def note(run_dir: Path, url: str, incarnation: str, end: str = "\n") -> None:
         file.write(json.dumps({"engine": url, "incarnation": incarnation, "reason": "hangs"}) + end)
 
 
-def test_a_process_that_dies_before_all_were_up_is_not_started_again(tmp_path: Path) -> None:
+def test_process_dying_before_all_are_up_is_not_restarted(tmp_path: Path) -> None:
     policy = RestartPolicy(tmp_path)
     assert not policy.allows(ENGINE)
     (tmp_path / READY).touch()
@@ -96,7 +96,7 @@ def test_an_engine_starts_only_once_the_router_has_forgotten_it(
     assert "engine-0 died (killed by SIGSEGV)" in capsys.readouterr().err  # and so is the next death
 
 
-def test_an_engine_that_the_trainer_gave_up_is_killed_once_and_only_in_that_incarnation(run_dir: Path) -> None:
+def test_engine_given_up_is_killed_once_per_incarnation(run_dir: Path) -> None:
     policy = RestartPolicy(run_dir)
     assert policy.given_up([ENGINE, ROUTER]) == []
     note(run_dir, "http://elsewhere", "")
@@ -113,7 +113,7 @@ def test_an_engine_that_the_trainer_gave_up_is_killed_once_and_only_in_that_inca
     assert policy.given_up([ENGINE]) == ["engine-0"]
 
 
-def test_an_engine_whose_death_would_end_the_run_is_not_killed_for_being_given_up(run_dir: Path) -> None:
+def test_engine_whose_death_ends_the_run_is_not_killed(run_dir: Path) -> None:
     policy = RestartPolicy(run_dir)
     note(run_dir, "http://e0", "")
     assert policy.given_up([replace(ENGINE, restarts=0)]) == []
@@ -132,7 +132,7 @@ class Silent:
         self.silent = False
 
 
-def test_who_does_not_answer_is_named_once_and_not_before_the_run_is_under_way(tmp_path: Path) -> None:
+def test_silent_one_is_named_once_the_run_is_under_way(tmp_path: Path) -> None:
     watches: Any = {"engine-0": Silent(), "router": Silent()}
     watches["router"].silent = False
     policy = RestartPolicy(tmp_path, watches=watches)
@@ -148,9 +148,7 @@ def test_who_does_not_answer_is_named_once_and_not_before_the_run_is_under_way(t
 STEP = ProcessSpec("engine-1", [], {}, restarts=2, url="http://e1", node="node2", step=True)
 
 
-def test_machine_that_does_not_answer_costs_no_restart_and_is_asked_again_in_a_while(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_machine_costs_no_restart_and_is_reasked(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, asked = [100.0], list[str]()
     monkeypatch.setattr("asyncrl.launch.restarts.time.monotonic", lambda: now[0])
     policy = RestartPolicy(run_dir, has_machine=lambda node: bool(asked.append(node)) or len(asked) < 3)
@@ -175,15 +173,13 @@ def test_machine_that_does_not_answer_costs_no_restart_and_is_asked_again_in_a_w
     assert policy.lost(STEP)
 
 
-def test_engine_whose_death_ends_the_run_is_not_given_up_with_its_machine(run_dir: Path) -> None:
+def test_vital_engine_is_not_given_up_with_its_machine(run_dir: Path) -> None:
     policy = RestartPolicy(run_dir, has_machine=lambda node: False)
     assert policy.lost(STEP)
     assert not policy.lost(replace(STEP, restarts=0))  # cluster.on_engine_death=fail
 
 
-def test_engine_that_is_asked_to_leave_may_stop_once_the_trainer_has_let_it_go(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_asked_engine_may_stop_once_let_go(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("asyncrl.launch.restarts.time.monotonic", lambda: now[0])
     policy, registry = RestartPolicy(run_dir, leave_seconds=60.0), Registry(run_dir)
@@ -251,7 +247,7 @@ def test_trainers_recover_twice_at_a_step_and_thrice_in_ten(run_dir: Path) -> No
     ]
 
 
-def test_ranks_have_been_started_as_often_when_one_dies_again_before_another_is_gone(run_dir: Path) -> None:
+def test_ranks_share_the_number_of_starts(run_dir: Path) -> None:
     """Otherwise the one behind would be taken, when it has ended well, for one that others wait for."""
     policy = RestartPolicy(run_dir)
     for rank in (RANKS[1], RANKS[1], RANKS[0]):  # on a GPU a process may take seconds to die
@@ -262,7 +258,7 @@ def test_ranks_have_been_started_as_often_when_one_dies_again_before_another_is_
 
 
 @pytest.mark.parametrize("lasting", [False, True])
-def test_trainers_end_the_run_with_an_error_that_would_only_happen_again(lasting: bool, run_dir: Path) -> None:
+def test_recurring_errors_of_trainers_end_the_run(lasting: bool, run_dir: Path) -> None:
     (run_dir / "progress").mkdir()
     told = {
         "process": "trainer-1",
@@ -276,7 +272,7 @@ def test_trainers_end_the_run_with_an_error_that_would_only_happen_again(lasting
     assert all(RestartPolicy(run_dir).allows(rank) is not lasting for rank in RANKS)
 
 
-def test_trainers_that_are_out_of_memory_go_on_four_times_also_at_one_step(run_dir: Path) -> None:
+def test_trainers_out_of_memory_go_on_four_times(run_dir: Path) -> None:
     (run_dir / "progress").mkdir()
     error = {"process": "trainer-1", "time": 1.0, "error": "", "place": "", "lasting": False, "memory": True}
     for _ in range(2):  # it is counted over the launchers of a run
@@ -321,7 +317,7 @@ def test_death_of_all_trainers_is_no_end_of_the_run(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.glob("seen-*")} == {"seen-trainer-0", "seen-trainer-1"}
 
 
-def test_rank_that_has_ended_well_starts_again_with_one_that_dies_at_its_end(tmp_path: Path) -> None:
+def test_finished_rank_restarts_with_one_dying_at_its_end(tmp_path: Path) -> None:
     """Otherwise the other would wait for it in vain."""
     (tmp_path / READY).touch()
     (tmp_path / "logs").mkdir()
@@ -352,7 +348,7 @@ while life == "trainer-1-restart-1" and not (folder / "seen-trainer-0-restart-1"
     ]
 
 
-def test_rank_that_dies_behind_the_last_checkpoint_of_a_run_that_was_asked_to_stop_is_not_started_again(
+def test_rank_dying_behind_the_last_checkpoint_is_left(
     run_dir: Path,
 ) -> None:
     """It would train on, because nobody asks it to stop any more."""
@@ -388,7 +384,7 @@ def test_death_too_many_ends_the_run_with_the_reasons_of_all(run_dir: Path) -> N
 ROLLOUT = ProcessSpec("rollout", [], {}, restarts=9, recovers=True)
 
 
-def test_deaths_of_the_rollout_process_and_of_the_trainers_are_counted_apart(run_dir: Path) -> None:
+def test_deaths_of_both_sides_are_counted_apart(run_dir: Path) -> None:
     policy = RestartPolicy(run_dir)
     trained(run_dir, 5)
     for _ in range(2):
@@ -401,7 +397,7 @@ def test_deaths_of_the_rollout_process_and_of_the_trainers_are_counted_apart(run
 
 
 @pytest.mark.parametrize("lasting", [False, True])
-def test_rollout_process_goes_on_unless_its_error_would_only_happen_again(lasting: bool, run_dir: Path) -> None:
+def test_rollout_process_goes_on_unless_it_would_recur(lasting: bool, run_dir: Path) -> None:
     """Nor is its memory that of the trainers."""
     (run_dir / "progress").mkdir()
     error = {"process": "rollout", "time": 1.0, "error": "", "place": "", "lasting": lasting, "memory": not lasting}

@@ -109,7 +109,7 @@ def test_other_settings_may_change_and_are_told(tmp_path: Path) -> None:
     assert resume.changes(config, None) == []
 
 
-def test_run_that_ended_has_nothing_left_to_do_unless_more_is_asked_for(tmp_path: Path) -> None:
+def test_ended_run_has_nothing_to_do_unless_asked_for_more(tmp_path: Path) -> None:
     save(tmp_path, 200)
     found = chosen(tmp_path, "auto")
     assert found is not None
@@ -126,7 +126,7 @@ def test_run_that_ended_without_checkpoints_is_not_begun_anew(tmp_path: Path) ->
     assert resume.finished(tiny_config(**{"run.max_steps": 300}), tmp_path, None) is None
 
 
-def test_folder_with_the_checkpoint_is_not_emptied_for_the_run_that_needs_it(tmp_path: Path) -> None:
+def test_folder_with_the_needed_checkpoint_is_not_emptied(tmp_path: Path) -> None:
     folder = save(tmp_path / "a", 4)
     found = chosen(tmp_path / "b", str(folder))
     resume.check_apart(tmp_path / "b", found)
@@ -151,7 +151,7 @@ def test_checkpoint_that_was_moved_has_no_steps_before_it(tmp_path: Path) -> Non
     assert not (tmp_path / "b/metrics.jsonl").exists()
 
 
-def test_what_trainers_wrote_alone_holds_no_rollouts_to_go_on_with(tmp_path: Path) -> None:
+def test_trainers_checkpoint_alone_holds_no_rollouts(tmp_path: Path) -> None:
     save(tmp_path, 4, rollout=False, **GIVEN)
     with pytest.raises(RecordError, match=r"has no rollout state.* with mode=given"):
         chosen(tmp_path, "auto")
@@ -166,7 +166,7 @@ def numbers(path: Path) -> list[int]:
     return [next(iter(json.loads(line).values())) for line in path.read_text().splitlines()]
 
 
-def test_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_over_them(tmp_path: Path) -> None:
+def test_run_with_damaged_checkpoints_does_not_begin_anew(tmp_path: Path) -> None:
     for version in (4, 8):
         (save(tmp_path, version) / "trainer.json").write_bytes(b"")
     with pytest.raises(RecordError, match="no checkpoint is complete: move them away to start over"):
@@ -242,7 +242,7 @@ def test_two_launchers_do_not_share_a_folder(tmp_path: Path) -> None:
     os.close(lock(tmp_path))
 
 
-def test_changes_that_matter_to_training_are_listed_and_no_others() -> None:
+def test_changes_that_matter_to_training_are_listed() -> None:
     before = json.loads(tiny_config(**{**GIVEN, "mode": "train"}).model_dump_json())
     changed = {
         "model.path": "/other",
@@ -257,7 +257,7 @@ def test_changes_that_matter_to_training_are_listed_and_no_others() -> None:
     ]
 
 
-def test_stopped_run_says_its_newest_checkpoint_and_the_command_that_goes_on(tmp_path: Path) -> None:
+def test_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
     arguments = ["experiment=tiny", "run.name=a b", "run.dir=elsewhere", "run.overwrite=true"]
     assert "no checkpoint" in advice(tmp_path, arguments, tiny_config())
     for version in (2, 10):

@@ -85,7 +85,7 @@ def test_ranks_that_go_on_are_left_in_peace(ranks: Ranks) -> None:
     assert ranks.pass_time(10 * PATIENCE) == []
 
 
-def test_rank_that_stands_in_one_micro_batch_is_found_when_its_time_is_over(ranks: Ranks) -> None:
+def test_rank_stuck_in_a_micro_batch_is_found(ranks: Ranks) -> None:
     ranks.pass_time(20.0)
     ranks.rank[1].doing("step 3, training")
     ranks.rank[1].part("micro-batch 2 of 8")
@@ -102,7 +102,7 @@ def test_wait_has_the_time_that_it_asks_for(ranks: Ranks) -> None:
     assert {one.name for one in ranks.pass_time(PATIENCE, working=())} == {"trainer-0", "trainer-1"}
 
 
-def test_rank_that_gives_no_sign_of_life_is_named_before_those_that_wait_for_it(ranks: Ranks) -> None:
+def test_silent_rank_is_named_before_those_that_wait(ranks: Ranks) -> None:
     """However long it may wait: a process that is stopped renews nothing."""
     ranks.pass_time(20.0)
     for rank in ranks.rank:
@@ -130,9 +130,7 @@ def test_time_in_which_nobody_could_look_is_not_counted(ranks: Ranks) -> None:
     assert ranks.pass_time(PATIENCE, working=(1,)) != []
 
 
-def test_time_in_which_nobody_could_look_is_not_counted_before_the_first_report_either(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_unwatched_time_is_not_counted(tmp_path: Path, clock: Clock) -> None:
     stalls = Stalls(tmp_path, ["trainer-0"], PATIENCE, clock, begin=3 * PATIENCE)
 
     def found_after(seconds: float) -> list:
@@ -286,7 +284,7 @@ def test_run_ends_and_says_what_each_was_doing(
     assert carrying(f"ASYNCRL_RUN_ID={run_id}".encode()) == []
 
 
-def test_process_that_may_be_started_again_is_killed_when_it_stalls_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_stalled_restartable_process_is_killed(tmp_path: Path) -> None:
     run_id = secrets.token_hex(8)
     (tmp_path / "logs").mkdir()
     (tmp_path / READY).touch()

@@ -46,7 +46,7 @@ def asked(watch: HealthWatch, clock: Clock) -> None:
     until(lambda: not watch.hangs() and watch._sent)
 
 
-def test_server_that_never_answers_hangs_after_its_patience_and_not_before() -> None:
+def test_silent_server_hangs_after_its_patience() -> None:
     with server() as listening:
         watch = watched(listening, clock := Clock(0.0))
         asked(watch, clock)

@@ -59,7 +59,7 @@ def test_line_of_a_step_on_what_no_engine_wrote_has_no_gap(tmp_path: Path) -> No
     assert lacks(screen.text(), "loss +0.5000", "gap") == ["gap"]
 
 
-def test_line_counts_the_groups_that_were_rejected_since_the_last_one_by_reason(tmp_path: Path) -> None:
+def test_line_counts_rejections_since_the_last_by_reason(tmp_path: Path) -> None:
     screen = Screen(tmp_path)
     rejected = {"groups/rejected/reward_error": 2.0, "groups/rejected/zero_signal": 1.0}
     append(tmp_path / "metrics.jsonl", record(1, **rejected))
@@ -96,7 +96,7 @@ def test_warning_that_repeats_is_shown_once_with_its_count(tmp_path: Path) -> No
     assert re.search(r"completions truncated +30%, in the last step 10%", table)
 
 
-def test_start_says_what_it_waits_for_and_again_when_that_changes(tmp_path: Path) -> None:
+def test_start_says_what_it_waits_for_at_each_change(tmp_path: Path) -> None:
     screen, status = Screen(tmp_path), tmp_path / "status.json"
     waits = ["engine 0 to load weights, 1 s", "engine 0 to load weights, 2 s", "the router to find it healthy, 3 s"]
     for wait in waits:
@@ -271,14 +271,14 @@ def test_run_ends_once_its_tokens_are_spent() -> None:
     assert lacks(reason, "30 ", "run.token_budget 25") == []
 
 
-def test_replay_ends_with_the_last_batch_of_its_recording_whatever_the_run_would_have_ended_with() -> None:
+def test_replay_ends_with_its_recording() -> None:
     rule = StopRule(tiny_config(**{"run.max_steps": 2}).run, end=4)
     reasons = [rule.reason({"step": step, "reward/mean": 1.0, "tokens/generated": 10.0}) for step in range(1, 6)]
     assert [reason is not None for reason in reasons] == [False, False, False, True, False]
     assert "max_steps" not in str(reasons[3])
 
 
-def test_run_ends_once_its_mean_reward_over_a_whole_window_is_reached() -> None:
+def test_run_ends_at_its_mean_reward_over_a_window() -> None:
     rewards = [9.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
     step, reason = stops(rewards, reward_target=1.0, reward_window=3)
     assert step == 3
@@ -288,7 +288,7 @@ def test_run_ends_once_its_mean_reward_over_a_whole_window_is_reached() -> None:
     assert "1.333" in reason
 
 
-def test_high_reward_before_the_window_is_full_does_not_end_the_run() -> None:
+def test_high_reward_before_a_full_window_ends_nothing() -> None:
     assert stops([5.0, 5.0, 0.0, 0.0, 0.0, 0.0], reward_target=4.0, reward_window=3, max_steps=6)[0] == 6
 
 

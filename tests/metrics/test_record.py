@@ -45,7 +45,7 @@ def test_step_record_has_the_documented_fields_and_no_other() -> None:
     assert sorted(record) == sorted(STEP)
 
 
-def test_step_record_of_several_tasks_has_the_documented_fields_of_each() -> None:
+def test_step_record_of_tasks_has_the_documented_fields() -> None:
     log = log_of(clock := Clock(50.0), tasks=("sort", "sum", "absent"))
     groups = [group(0, [0.0, 1.0, 1.0], task="sort"), group(1, [1.0, 1.0], task="sum"), group(2, [3.0], task="sum")]
     record = stepped(log, clock, 1, groups)
@@ -56,7 +56,7 @@ def test_step_record_of_several_tasks_has_the_documented_fields_of_each() -> Non
     assert (record["groups/signal/sort"], record["groups/signal/sum"]) == (1.0, 0.0)
 
 
-def test_step_record_of_several_roles_has_the_reward_of_each_and_counts_what_was_cut() -> None:
+def test_step_record_of_roles_has_rewards_and_cuts() -> None:
     def turn(role: str, reward: float, **changes: Any) -> Turn:
         return Turn([], completion(), reward, role=role, **changes)
 
@@ -79,7 +79,7 @@ def test_summary_has_the_documented_fields_and_no_other() -> None:
     assert sorted(log.summary(10).keys() | added | accuracies([], []).keys()) == sorted(SUMMARY)
 
 
-def test_accuracy_of_the_summary_is_the_mean_over_sets_beside_those_of_each() -> None:
+def test_summary_accuracy_is_the_mean_over_sets() -> None:
     assert accuracies([], []) == {"accuracy/before": None, "accuracy/after": None}
     line = {"set": "copy", "accuracy": 0.25}
     assert accuracies([line], [{**line, "accuracy": 0.5}]) == {"accuracy/before": 0.25, "accuracy/after": 0.5}
@@ -145,7 +145,7 @@ def test_summary_by_hand() -> None:
     assert json.loads(json.dumps(found)) == found
 
 
-def test_span_that_runs_twice_in_a_step_adds_up_and_starts_anew_in_the_next() -> None:
+def test_span_running_twice_in_a_step_adds_up() -> None:
     log = log_of(clock := Clock(50.0))
     with log.span("train"):
         clock.now += 1
@@ -162,7 +162,7 @@ def test_sinks_get_every_record_and_jsonl_can_be_followed(tmp_path: Path) -> Non
         assert [json.loads(line) for line in lines] == records
 
 
-def test_what_a_process_does_is_the_outer_span_again_after_an_inner_one() -> None:
+def test_outer_span_goes_on_after_an_inner_one() -> None:
     told: list[tuple[str, int]] = []
     log = StepLog([], started_at=0.0, begins=lambda *span: told.append(span))
     with log.span("wait_batch"):

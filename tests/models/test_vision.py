@@ -30,7 +30,7 @@ TOP = {
 }
 
 
-def test_both_layouts_of_a_config_give_the_same_view_and_a_text_config_is_its_own() -> None:
+def test_both_layouts_of_a_config_give_the_same_view() -> None:
     nested, published = {**TOP, "text_config": TEXT}, {**TEXT, **TOP}
     assert flat(nested) == flat(published) == flat(flat(nested)) == published
     assert image_shape(flat(nested)) == ImageShape(14, 2)
@@ -95,7 +95,7 @@ def test_tiny_vision_model_loads_in_transformers_and_sees(tmp_path: Path) -> Non
     assert (logits[0] - logits[1]).abs().max() > 1e-3  # the tower does not ignore its input
 
 
-def test_rotated_pairs_follow_time_height_and_width_in_blocks_or_in_turn() -> None:
+def test_rotated_pairs_follow_blocks_or_turns() -> None:
     sections, sees = {"mrope_section": [3, 2, 2]}, {"architectures": ["Qwen3VLForConditionalGeneration"]}
     assert rope_axes({**sees, "rope_parameters": sections}) == [0, 0, 0, 1, 1, 2, 2]
     assert rope_axes({**sees, "rope_parameters": {**sections, "mrope_interleaved": True}}) == [0, 1, 2, 0, 1, 2, 0]

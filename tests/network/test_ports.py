@@ -87,7 +87,7 @@ def test_address_of_another_machine_is_refused_by_name() -> None:
 
 
 @pytest.mark.usefixtures("temporary")
-def test_a_block_is_leased_as_a_whole_and_avoids_ports_that_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_of_ports_is_leased_whole_and_avoids_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "FIRST_PORT", APART + 500)
     monkeypatch.setattr(ports, "LAST_PORT", APART + 512)
     first = free_block("127.0.0.1", 4)
@@ -95,7 +95,7 @@ def test_a_block_is_leased_as_a_whole_and_avoids_ports_that_are_taken(monkeypatc
     assert not others & set(range(first, first + 4))
 
 
-def test_the_ports_of_replicas_are_all_that_sglang_derives_from_the_first() -> None:
+def test_ports_of_replicas_are_those_sglang_derives() -> None:
     distribution = importlib.metadata.distribution("sglang")
     source = Path(str(distribution.locate_file("sglang/srt/server_args.py"))).read_text()
     (handshake,) = re.findall(r"^DP_ATTENTION_HANDSHAKE_PORT_DELTA = (\d+)$", source, re.MULTILINE)

@@ -146,7 +146,7 @@ def test_other_listener_gets_no_byte_of_a_request(
     assert b"HTTP/1.1" not in listener.heard
 
 
-def test_what_an_earlier_command_signed_is_refused_after_a_new_one(tmp_path: Path) -> None:
+def test_old_signature_is_refused_after_a_new_command(tmp_path: Path) -> None:
     access, shows = of_a_run(tmp_path / "run", "127.0.0.1")
     with listening(shows) as listener:
         assert by_httpx(access, listener.url)

@@ -32,7 +32,7 @@ from tests.engine.asking import PROMPT, asked
 from tests.fakes import FakeEngine, completion, pieces, stream, until
 
 
-def test_outside_of_an_episode_nothing_is_recorded_and_what_fails_is_cut() -> None:
+def test_nothing_is_recorded_outside_of_an_episode() -> None:
     activity = Activity()
     with pytest.raises(EpisodeFailed), activity.spent(REWARD, "math"):
         raise EpisodeFailed("judge", "x" * 1000)
@@ -45,9 +45,7 @@ def test_outside_of_an_episode_nothing_is_recorded_and_what_fails_is_cut() -> No
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9), st.booleans()), max_size=6), st.floats(0, 12))
-def test_intervals_cover_an_episode_from_its_beginning_to_the_end_of_its_group(
-    spans: list[tuple[float, float, bool]], ended: float
-) -> None:
+def test_intervals_cover_an_episode_to_its_groups_end(spans: list[tuple[float, float, bool]], ended: float) -> None:
     activity = Activity()
     activity.began, activity.ended = 100.0, 100.0 + ended
     for start, seconds, closed in spans:
@@ -101,7 +99,7 @@ def test_each_sibling_has_its_own_intervals_of_a_shared_request() -> None:
         assert [(one.phase, one.version) for one in found] == [(QUEUED, -1), (PREFILL, -1), (DECODE, 0), (DECODE, 1)]
 
 
-def test_a_broken_stream_is_two_requests_with_a_retry_between_them() -> None:
+def test_broken_stream_is_two_requests_with_a_retry_between() -> None:
     broken = iter([True])
 
     def answer(call: dict[str, Any]) -> Any:
@@ -136,7 +134,7 @@ def test_siblings_that_are_cancelled_leave_no_open_request() -> None:
     assert (found.phase, found.outcome) == (PREFILL, "cut off")
 
 
-def test_time_inside_of_an_environment_is_not_the_agents_once_its_tool_has_ended() -> None:
+def test_time_inside_an_environment_is_not_the_agents() -> None:
     activity = Activity()
     activity.began, activity.ended = 0.0, 12.0
     activity.closed = [Interval(ENVIRONMENT, 0.0, 10.0, "shell.step"), Interval(TOOL, 2.0, 3.0, "ls")]

@@ -20,7 +20,7 @@ def test_answer_is_the_calculator_s_and_nothing_else_scores(index: int) -> None:
     assert task.score(f"It is {question['answer']}", question) == 0.0
 
 
-def test_worked_examples_call_the_calculator_and_answer_with_its_result() -> None:
+def test_worked_examples_call_the_calculator() -> None:
     *shown, _ = Sums().question(7)["messages"]
     for asked, wrote, told, answered in zip(*[iter(shown)] * 4, strict=True):
         (call,) = parse(wrote["content"], "hermes")[1]

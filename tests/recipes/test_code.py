@@ -10,7 +10,7 @@ from asyncrl_recipes.code.programs import ASSERTS, KINDS, Programs
 
 
 @pytest.mark.parametrize("index", range(len(KINDS) * 3))
-def test_asserts_hold_for_what_is_asked_and_not_for_something_else(index: int) -> None:
+def test_asserts_hold_for_what_is_asked_alone(index: int) -> None:
     question = Programs().question(index)
     assert question == Programs().question(index)
     assert len(question["test_list"]) == ASSERTS

@@ -55,7 +55,7 @@ def test_turns_that_an_episode_does_not_get_to_are_no_forks() -> None:
         assert found == play(MultiTurn, TRUNK)[0]
 
 
-def test_episodes_do_not_hold_up_each_other_where_environments_are_few() -> None:
+def test_episodes_do_not_hold_up_each_other() -> None:
     found, _ = play(partial(Forking, fork_at=[1], branches=2), [*TRUNK, *[written(7, 10)] * 2], concurrency=1)
     assert len(found.turns) == 5
     assert Sums.most == 1
@@ -67,7 +67,7 @@ def test_what_a_reset_tells_stands_in_every_way() -> None:
     assert [turn.begins for turn in found.turns] == [True, False, False, True]
 
 
-def test_ways_that_the_task_shall_score_have_no_reward_yet_and_all_or_none_are() -> None:
+def test_ways_that_the_task_scores_have_no_reward_yet() -> None:
     found, _ = play(partial(Forking, fork_at=[1], max_turns=2), [*TRUNK[:2], written(6, 10)], scored=0)
     assert (found.reward, [turn.reward for turn in found.turns]) == (None, [0.0, 0.125, 0.125])
     with pytest.raises(ValueError, match="some branches to the task"):
@@ -83,7 +83,7 @@ def test_ways_that_the_task_shall_score_have_no_reward_yet_and_all_or_none_are()
         ({"late": True, "hello": "4"}, "reset returned something else"),
     ],
 )
-def test_environment_that_does_not_do_the_same_again_costs_the_episode(world: dict[str, object], told: str) -> None:
+def test_unrepeatable_environment_costs_the_episode(world: dict[str, object], told: str) -> None:
     with pytest.raises(EpisodeFailed, match=told) as failed:
         play(partial(Forking, fork_at=[1], branches=2), [*TRUNK, *[written(7, 10)] * 2], **world)
     assert (failed.value.reason, failed.value.retry) == ("environment_replay", False)
@@ -104,7 +104,7 @@ def test_way_that_fails_ends_the_others_whatever_they_wait_for() -> None:
         play(partial(Forking, fork_at=[0, 1]), Silent(TRUNK), moody="text")
 
 
-def test_turn_to_fork_at_is_drawn_for_the_prompt_and_not_for_the_episode() -> None:
+def test_turn_to_fork_at_is_drawn_for_the_prompt() -> None:
     def drawn(uid: str) -> list[int | None]:
         prompt = Prompt(uid, PROMPT.token_ids, PROMPT.question, "t")
         answers = [*[written(1, 10)] * 3, *[written(9, 10)] * 5]
@@ -130,7 +130,7 @@ def test_forks_that_cannot_be_are_refused(params: dict[str, object], told: str) 
     assert refused.value.field == "agent_params"
 
 
-def test_turn_loo_compares_the_ways_and_samples_show_what_each_token_followed() -> None:
+def test_turn_loo_compares_ways_and_shows_predecessors() -> None:
     trajectories = [
         play(partial(Forking, fork_at=[1]), [*TRUNK, written(7, 10)])[0],
         play(MultiTurn, [written(9, 10)])[0],

@@ -134,7 +134,7 @@ def test_states_that_are_not_named_are_contexts() -> None:
     assert found(DR_GIGPO, one, apart, step_weight=0.0) == found("dr_grpo", one, apart)
 
 
-def test_difference_a_single_episode_has_no_advantage_where_verl_agent_gives_it_its_reward() -> None:
+def test_verl_agent_single_episodes_get_no_advantage_here() -> None:
     assert found(GIGPO, Trajectory([said(4, reward=5.0)])) == [0.0]
     for name in NAMES:
         assert advantage(name)(make([], [])).tolist() == []
@@ -172,7 +172,5 @@ def test_constant_reward_of_all_episodes_changes_nothing(name: str, trees: list[
 @pytest.mark.parametrize("name", NAMES)
 @few
 @given(trees=forests(), reward=st.sampled_from([0.1, 0.3, -0.7]))
-def test_ways_that_are_all_worth_the_same_have_exactly_no_advantage(
-    name: str, trees: list[Trajectory], reward: float
-) -> None:
+def test_equal_ways_have_exactly_no_advantage(name: str, trees: list[Trajectory], reward: float) -> None:
     assert not any(found(name, *even(trees, reward)))

@@ -60,7 +60,7 @@ def test_guide_is_told_the_question_and_what_was_said() -> None:
     ]
 
 
-def test_attempt_that_did_not_fail_is_the_last_and_so_is_the_one_that_no_guide_knows_how_to_help() -> None:
+def test_attempt_that_succeeds_or_cannot_be_helped_is_last() -> None:
     assert [turn.role for turn in attempts(9, threshold=1.0)[0].turns] == [""]
     assert [turn.role for turn in attempts(9, threshold=2.0, guide="silent")[0].turns] == [""]
     assert [turn.role for turn in attempts(9, 16, 9, threshold=2.0, tries=5)[0].turns] == ["", "guided"]
@@ -79,7 +79,7 @@ def test_each_attempt_is_a_role_of_its_own() -> None:
     assert [one["content"] for one in told[1][1]] == ["1\n\n8", "9", "9"]  # what the second attempt was
 
 
-def test_help_is_neither_credited_to_the_attempt_before_nor_held_against_those_without() -> None:
+def test_help_is_neither_credited_nor_held_against_others() -> None:
     trajectories = [attempts(n, 16, threshold=2.0)[0] for n in (9, 12)] + [attempts(16, threshold=2.0)[0]]
     table = build_table([Group("g", 0, PROMPT.token_ids, trajectories, "t")], 0)
     for name in {"rloo", "turn_loo"} & {*ADVANTAGES}:
@@ -88,7 +88,7 @@ def test_help_is_neither_credited_to_the_attempt_before_nor_held_against_those_w
         assert advantages == pytest.approx(expected, abs=1e-12)
 
 
-def test_what_is_due_to_an_attempt_counts_and_one_without_a_reward_is_refused() -> None:
+def test_due_of_an_attempt_counts_and_none_is_refused() -> None:
     make = partial(Guided, guide=f"{__name__}:hint", threshold=0.125, max_turns=1)
     assert len(play(make, [written(4, 10)], template=Spoken(), scored=99)[0].turns) == 1
     with pytest.raises(ValueError, match="leaves the reward to the task"):

@@ -65,18 +65,18 @@ def test_all_samples_are_trained_with_what_the_episode_came_to() -> None:
         assert found.tolist() == [9 - 13.0] * 6 + [13 - 9.0] * 6
 
 
-def test_notes_are_none_of_the_turns_and_none_are_written_behind_the_last() -> None:
+def test_notes_are_no_turns_and_none_follow_the_last() -> None:
     found, _ = run(written(1, 10), written(3, 10), written(1, 10), max_turns=2)
     assert [turn.completion.token_ids[0] for turn in found.turns] == [1, 3, 1]
 
 
 @pytest.mark.parametrize(("notes", "turns"), [(written(finish="length"), 2), (written(3, finish="length"), 3)])
-def test_notes_that_were_cut_off_are_notes_and_none_at_all_is_the_end(notes: Completion, turns: int) -> None:
+def test_cut_notes_are_notes_and_none_is_the_end(notes: Completion, turns: int) -> None:
     found, _ = run(written(4, 10), notes, written(5, 10))
     assert len(found.turns) == turns
 
 
-def test_task_scores_the_last_answer_where_the_environment_says_so() -> None:
+def test_task_scores_the_last_answer_where_said() -> None:
     found, _ = run(written(4, 10), written(3, 10), written(1, 10), max_turns=2, scored=0)
     assert (found.reward, [turn.reward for turn in found.turns]) == (None, [0.0, 0.0, 0.125])
 

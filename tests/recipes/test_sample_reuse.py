@@ -17,7 +17,7 @@ def group(number: int, version: int, rewards: tuple[float, float] = (0.0, 1.0)) 
 
 
 @given(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3), st.randoms(use_true_random=False))
-def test_no_group_is_trained_again_beyond_the_bound_and_every_rank_draws_the_same(count, bound, seed, chance) -> None:
+def test_no_group_is_reused_beyond_the_bound_on_any_rank(count, bound, seed, chance) -> None:
     ranks = [Past(count, bound, seed) for _ in range(2)]
     trained: set[str] = set()
     for version in range(12):

@@ -80,7 +80,7 @@ def test_each_role_has_a_conversation_of_its_own() -> None:
     check(found, PROMPT.token_ids, generate.asked)
 
 
-def test_rewards_go_to_the_last_turn_of_their_role_and_are_shared_with_nobody() -> None:
+def test_rewards_go_to_the_last_turn_of_their_role() -> None:
     found, *_ = play(written(3, 10), written(4, 10), written(5, 10))
     # 0.25 for player-0 after each turn but the last, whoever's that was; then 1 for who made it, and -1
     assert [turn.reward for turn in found.turns] == [0.5, -1.0, 1.0]
@@ -92,7 +92,7 @@ def test_role_that_has_not_moved_has_no_turn_and_no_reward() -> None:
     assert found.totals() == {"player-0": 1.25}
 
 
-def test_siblings_are_compared_role_by_role_also_where_one_did_not_move() -> None:
+def test_siblings_are_compared_role_by_role() -> None:
     both, *_ = play(written(3, 10), written(4, 10), turns="01")
     alone, *_ = play(written(3, 10), written(4, 10), turns="00")
     table = build_table([Group("g", 0, PROMPT.token_ids, [both, alone, both], "t")], version=1)
@@ -192,7 +192,7 @@ def test_one_role_of_the_evaluation_set_is_an_expert() -> None:
 # --- adapters -----------------------------------------------------------------------------------------------
 
 
-def test_experiments_give_each_player_an_adapter_or_let_past_versions_play() -> None:
+def test_experiments_give_players_adapters_or_past_versions() -> None:
     two = load(compose_values("experiment=self_play_adapters"))
     assert two.agents.adapters == ("first", "second")
     assert [two.agents.adapter_of(role) for role in ROLES[:2]] == ["first", "second"]

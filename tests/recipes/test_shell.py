@@ -11,7 +11,7 @@ from tests.extensions.tools.shells import SANDBOX, SOLUTIONS, block, play
 
 
 @pytest.mark.parametrize("index", range(2 * len(KINDS)))
-def test_shipped_task_is_solved_by_its_solution_and_not_by_nothing(index: int) -> None:
+def test_shipped_task_is_solved_by_its_solution_alone(index: int) -> None:
     question = ShellTasks(**SANDBOX).question(index)
     assert question == ShellTasks(**SANDBOX).question(index)
     command = SOLUTIONS[index % len(KINDS)](question["messages"][0]["content"])

@@ -52,7 +52,7 @@ def test_damage_before_the_end_is_refused_and_no_torn_tail(tmp_path: Path) -> No
         held(tmp_path)
 
 
-def test_disk_that_hangs_ends_the_recording_and_nobody_waits_for_it(tmp_path: Path, monkeypatch) -> None:
+def test_hanging_disk_ends_the_recording_and_blocks_nobody(tmp_path: Path, monkeypatch) -> None:
     stuck = threading.Event()
     monkeypatch.setattr("asyncrl.records.writer.PATIENCE", 0.05)
     monkeypatch.setattr("asyncrl.records.writer.MOST_WAITING", 0)

@@ -79,13 +79,11 @@ A_NUMBER = 7
         ("ready", {}, Score(5.0)),
     ],
 )
-def test_import_path_may_lead_to_a_function_a_class_a_factory_or_a_reward(
-    use: str, params: dict[str, Any], score: Any
-) -> None:
+def test_import_path_may_lead_to_any_form_of_reward(use: str, params: dict[str, Any], score: Any) -> None:
     assert build(f"{HERE}:{use}", params)(answer("ab", level=2)) == score
 
 
-def test_async_function_is_awaited_and_may_be_called_in_the_event_loop() -> None:
+def test_async_function_is_awaited_in_the_event_loop() -> None:
     reward = build(f"{HERE}:slow_length")
     assert reward.inline
     result = reward(answer("ab", level=2))
@@ -158,14 +156,14 @@ def test_module_that_raises_or_exits_is_refused_in_words(
     assert told.format(module=module) in caught.value.remedy
 
 
-def test_module_that_is_not_found_is_told_with_the_places_that_were_searched() -> None:
+def test_missing_module_is_told_with_the_searched_places() -> None:
     with pytest.raises(ConfigError) as caught:
         build("no_such_module_at_all:reward")
     assert f"'no_such_module_at_all': it must lie in {Path.cwd()}, from which the run starts" in caught.value.remedy
 
 
 @pytest.mark.parametrize("name", sorted(registered()))
-def test_every_registered_name_leads_to_a_class_that_explains_itself(name: str) -> None:
+def test_every_registered_name_leads_to_a_documented_class(name: str) -> None:
     module, _, attribute = registered()[name].partition(":")
     found = getattr(__import__(module, fromlist=[attribute]), attribute)
     assert inspect.isclass(found)
@@ -175,7 +173,7 @@ def test_every_registered_name_leads_to_a_class_that_explains_itself(name: str) 
 @pytest.mark.parametrize(
     "value", [float("nan"), float("inf"), Score(1.0, turns=[0.0, float("nan")]), Score(1.0, turns=[1.0])]
 )
-def test_score_that_is_not_finite_or_of_other_turns_is_a_fault_and_no_score(value: Any) -> None:
+def test_unusable_score_is_a_fault_and_no_score(value: Any) -> None:
     with pytest.raises(EpisodeFailed) as caught:
         checked(value, answer("a", "b"))
     assert caught.value.reason == "reward_error"

@@ -18,7 +18,7 @@ from tests.rollout.schedules import Run, schedules
 
 @given(schedules(Run))
 @settings(max_examples=examples(80))
-def test_every_schedule_keeps_the_bound_the_ledger_and_the_admission_and_ends(run: Run) -> None:
+def test_every_schedule_keeps_bound_and_ledger_and_ends(run: Run) -> None:
     run.play()
     trained = [slot for batch in run.batches for slot in batch]
     assert len(trained) == len(set(trained)) == run.steps * run.batch_groups
@@ -47,7 +47,7 @@ def test_without_slack_batches_do_not_depend_on_completion_order(run: Run) -> No
 
 @given(schedules(Run, parts=st.booleans()))
 @settings(max_examples=examples(50))
-def test_at_bound_0_batches_do_not_depend_on_completion_order_whatever_is_rejected(run: Run) -> None:
+def test_bound_0_batches_ignore_the_completion_order(run: Run) -> None:
     """Batch t is made of the first slots, not in earlier batches, that are not rejected."""
     run.lead = run.slack = 0
     run.rejects = lambda slot: random.Random(f"{run.seed} {slot}").random() < run.rejections
@@ -74,7 +74,7 @@ def test_bound_0_is_synchronous(run: Run) -> None:
 
 @given(schedules(Run, moves=st.just(True)))
 @settings(max_examples=examples(100))
-def test_bound_ledger_and_liveness_hold_whenever_the_lead_changes(run: Run) -> None:
+def test_invariants_hold_whenever_the_lead_changes(run: Run) -> None:
     """`Run` checks the age of every group, the ledger at every event, and that something can always happen."""
     run.play()
     trained = [slot for batch in run.batches for slot in batch]
@@ -83,7 +83,7 @@ def test_bound_ledger_and_liveness_hold_whenever_the_lead_changes(run: Run) -> N
 
 @given(schedules(Run, parts=st.just(True), moves=st.booleans()))
 @settings(max_examples=examples(100))
-def test_bound_ledger_and_liveness_hold_however_batches_are_taken_in_parts(run: Run) -> None:
+def test_invariants_hold_for_batches_in_parts(run: Run) -> None:
     run.play()
     trained: set[int] = set()
     for step, batch in enumerate(run.batches):
@@ -95,7 +95,7 @@ def test_bound_ledger_and_liveness_hold_however_batches_are_taken_in_parts(run: 
 
 @given(schedules(Run, parts=st.booleans(), moves=st.booleans()))
 @settings(max_examples=examples(100))
-def test_bound_ledger_and_liveness_hold_if_a_batch_is_taken_while_the_version_before_it_is_published(run: Run) -> None:
+def test_invariants_hold_for_batches_during_publishes(run: Run) -> None:
     """`Run` publishes at any moment, and saves the buffer at versions whose batch is not begun."""
     run.overlap = True
     run.__post_init__()
@@ -104,7 +104,7 @@ def test_bound_ledger_and_liveness_hold_if_a_batch_is_taken_while_the_version_be
     assert len(taken) == len(set(taken)) == run.steps * run.batch_groups
 
 
-def test_one_batch_is_taken_ahead_of_its_version_and_only_the_older_one_is_trained_by_a_publish() -> None:
+def test_one_batch_is_taken_ahead_of_its_version() -> None:
     buffer = CohortBuffer(2, 2, overlap=True)
     while ticket := buffer.admit():
         buffer.commit(ticket, group(ticket.slot))
@@ -152,7 +152,7 @@ def test_part_of_a_batch_leaves_room_for_what_is_due() -> None:
 
 
 @pytest.mark.parametrize(("first", "then"), [(3, 0), (0, 3), (2, 1), (1, 3)])
-def test_changed_lead_admits_as_many_cohorts_as_if_it_had_been_so_from_the_start(first: int, then: int) -> None:
+def test_changed_lead_admits_as_if_from_the_start(first: int, then: int) -> None:
     changed, plain = CohortBuffer(2, 3, first), CohortBuffer(2, 3, then)
     for step in range(10):
         if step == 2:
@@ -172,7 +172,7 @@ def test_changed_lead_admits_as_many_cohorts_as_if_it_had_been_so_from_the_start
         changed.change_lead(4)
 
 
-def test_higher_lead_waits_while_a_straggler_would_be_due_in_the_past() -> None:
+def test_higher_lead_waits_for_stragglers_due_in_the_past() -> None:
     buffer = CohortBuffer(2, 3, 1)
     straggler = buffer.admit()
     assert straggler is not None
@@ -228,7 +228,7 @@ def test_straggler_is_overtaken_for_slack_steps_only(lead: int, slack: int) -> N
     assert taken[0].slot == straggler.slot
 
 
-def test_admission_stops_at_the_lead_and_a_publish_opens_one_cohort() -> None:
+def test_admission_stops_at_the_lead() -> None:
     buffer = CohortBuffer(2, 3, 1)
     tickets = [buffer.admit() for _ in range(4)]
     assert None not in tickets
@@ -264,7 +264,7 @@ def test_no_batch_waits_for_a_replacement_of_the_newest_cohort() -> None:
     assert [one.slot for one in buffer.take() or []] == [3, 4]
 
 
-def test_step_waits_for_a_cohort_with_more_seats_than_a_batch_before_it_is_due() -> None:
+def test_step_waits_for_a_cohort_larger_than_a_batch() -> None:
     buffer = CohortBuffer(1, 3, 2)
 
     def step(slot: int) -> None:
@@ -294,7 +294,7 @@ def test_step_waits_for_a_cohort_with_more_seats_than_a_batch_before_it_is_due()
     step(4)
 
 
-def test_commit_or_reject_of_a_ticket_that_does_not_run_is_refused() -> None:
+def test_ending_a_ticket_that_does_not_run_is_refused() -> None:
     buffer = CohortBuffer(1, 1)
     ticket = buffer.admit()
     assert ticket is not None
@@ -304,7 +304,7 @@ def test_commit_or_reject_of_a_ticket_that_does_not_run_is_refused() -> None:
             close(ticket)
 
 
-def test_overdue_commit_does_not_evict_the_group_that_replaced_it() -> None:
+def test_overdue_commit_does_not_evict_its_replacement() -> None:
     buffer = CohortBuffer(1, 0)
     other = buffer.admit()
     assert other is not None
@@ -317,7 +317,7 @@ def test_overdue_commit_does_not_evict_the_group_that_replaced_it() -> None:
     assert buffer.groups().ready == 1
 
 
-def test_one_batch_at_a_time_and_only_its_version_can_be_published() -> None:
+def test_one_batch_at_a_time_and_its_version_is_published() -> None:
     buffer = CohortBuffer(1, 1)
     with pytest.raises(ValueError, match="version 1 published after version 0, 0 batches taken"):
         buffer.publish(1)
@@ -335,7 +335,7 @@ def test_one_batch_at_a_time_and_only_its_version_can_be_published() -> None:
     assert [one.slot for one in buffer.take() or []] == [1]
 
 
-def test_lead_above_the_bound_is_refused_and_an_unset_lead_is_the_bound() -> None:
+def test_lead_above_the_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="lead 3 exceeds max_staleness 2"):
         CohortBuffer(4, 2, 3)
     assert (CohortBuffer(4, 2).lead, CohortBuffer(4, 2).slack) == (2, 0)

@@ -145,7 +145,7 @@ def distance(one: list[int], other: list[int]) -> float:
 @pytest.mark.parametrize(
     ("waste", "fair"), [({}, True), ({"over_age": "drop"}, False), ({"oversample": 4}, False)], ids=str
 )
-def test_lengths_of_closed_cohorts_are_drawn_from_one_distribution_unless_groups_are_dropped(waste, fair) -> None:
+def test_lengths_of_closed_cohorts_are_drawn_alike(waste, fair) -> None:
     """I10, by the Kolmogorov-Smirnov test: it must see the bias of dropping, or its silence would say nothing."""
     run = clocked(LONG, heavy(7), **waste).play(120)
     played = [length for cohort in range(110) for length in run.played[cohort]]

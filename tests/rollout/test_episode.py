@@ -98,7 +98,7 @@ def test_time_of_all_its_parts_is_the_episodes() -> None:
         played(at_once, slow, episode=0.15)
 
 
-def test_timeout_error_of_the_agents_own_is_its_error_and_not_our_limit() -> None:
+def test_agents_own_timeout_is_its_error() -> None:
     async def times_out(_: Generate) -> None:
         raise TimeoutError("the environment")
 
@@ -257,7 +257,7 @@ def test_what_a_reward_raises_is_a_failed_episode(fault: Callable[[], Any], text
     assert not caught.value.where or caught.value.where.startswith(f"{__file__}:")
 
 
-def test_a_thread_that_ends_as_a_generator_does_is_a_failed_episode() -> None:
+def test_thread_ending_as_a_generator_fails_its_episode() -> None:
     """In the event loop GeneratorExit closes a coroutine, and is none of the reward's."""
     with pytest.raises(EpisodeFailed, match="reward_error: GeneratorExit"):
         scored(lambda: raising(GeneratorExit()), inline=False)
@@ -288,7 +288,7 @@ def test_reason_that_a_judge_gives_stays(inline: bool) -> None:
         scored(down, inline=inline)
 
 
-def test_score_that_hangs_is_given_up_and_does_not_hold_the_end_of_the_process() -> None:
+def test_hanging_score_is_given_up_and_holds_no_end() -> None:
     release = threading.Event()
     started = time.monotonic()
     with pytest.raises(
@@ -302,7 +302,7 @@ def test_score_that_hangs_is_given_up_and_does_not_hold_the_end_of_the_process()
     assert time.monotonic() - started < 25.0  # the call takes longer
 
 
-def test_too_many_scores_that_hang_end_the_run_and_those_that_return_late_do_not_count(
+def test_too_many_hanging_scores_end_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scoring, "THREADS", 2)
@@ -343,7 +343,7 @@ def test_cancelled_scores_give_their_room_back(monkeypatch: pytest.MonkeyPatch) 
 # --- what is told of them -------------------------------------------------------------------------------------
 
 
-def test_flood_of_one_fault_is_told_in_part_and_counted_and_another_is_still_told() -> None:
+def test_flood_of_one_fault_is_cut_and_others_still_told() -> None:
     now, told = 0.0, []
     faults = FailureReporter(lambda text, trace: told.append((text, trace)), clock=lambda: now)
     for number in range(PER_MINUTE + 7):
@@ -385,7 +385,7 @@ async def broken() -> float:
     raise KeyError("no reference")
 
 
-def test_async_reward_is_awaited_within_the_limit_and_ended_by_it() -> None:
+def test_async_reward_is_ended_by_its_limit() -> None:
     async def half() -> float:
         return 0.5
 

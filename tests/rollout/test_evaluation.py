@@ -103,7 +103,7 @@ def test_every_question_has_a_timeline_of_its_attempts() -> None:
     at(play, questions=2, fault=fault, samples=2)
 
 
-def test_samples_of_a_question_are_one_request_at_their_temperature_beside_the_greedy_one() -> None:
+def test_samples_of_a_question_are_one_request() -> None:
     async def play(site: Site) -> None:
         (line, _) = await site.evaluations.now()
         asked = [(r["sampling_params"]["n"], r["sampling_params"]["temperature"]) for r in site.engine.requests]
@@ -143,7 +143,7 @@ def test_failed_answers_are_counted_and_left_out() -> None:
     assert found["pass@2"] == 1.0  # of the one question that has two samples
 
 
-def test_set_of_which_nothing_could_be_answered_is_an_error_with_the_last_reason() -> None:
+def test_unanswered_set_is_an_error_with_the_last_reason() -> None:
     with pytest.raises(AsyncRLError, match="no question of near could be answered; the last failed with: judge: down"):
         summary([EngineError("gone")], [EpisodeFailed("judge", "down")])
 
@@ -152,9 +152,7 @@ def test_set_of_which_nothing_could_be_answered_is_an_error_with_the_last_reason
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
-def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_that_hold_a_right_one(
-    samples: list[bool], data: st.DataObject
-) -> None:
+def test_pass_at_k_is_the_share_of_choices_with_a_right_one(samples: list[bool], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(samples)))
     choices = list(itertools.combinations(samples, k))
     assert pass_at(k, sum(samples), len(samples)) == pytest.approx(sum(map(any, choices)) / len(choices), abs=1e-15)
@@ -181,7 +179,7 @@ def test_question_that_fails_does_not_end_the_run_and_a_bug_does() -> None:
 
 
 @pytest.mark.parametrize(("samples", "most"), [(0, 2), (3, 8)])
-def test_questions_in_flight_never_exceed_their_limit_over_all_sets(samples: int, most: int) -> None:
+def test_questions_in_flight_keep_their_limit_over_sets(samples: int, most: int) -> None:
     async def play(site: Site) -> None:
         site.gate.clear()
         asking = asyncio.create_task(site.evaluations.now())
@@ -193,7 +191,7 @@ def test_questions_in_flight_never_exceed_their_limit_over_all_sets(samples: int
     at(play, max_running=2, samples=samples)
 
 
-def test_lines_name_the_versions_that_answered_when_one_is_published_in_between() -> None:
+def test_lines_name_the_versions_that_answered() -> None:
     async def play(site: Site) -> None:
         site.evaluations.published(2)
         await until(lambda: len(site.engine.requests) == 4)  # one at a time: the second set has begun
@@ -211,7 +209,7 @@ def test_lines_name_the_versions_that_answered_when_one_is_published_in_between(
     at(main, max_running=1, every=2)
 
 
-def test_evaluation_is_due_every_so_many_versions_and_those_skipped_are_told() -> None:
+def test_evaluation_is_due_by_version_and_skips_are_told() -> None:
     async def play(site: Site) -> None:
         for version in range(1, 4):
             site.evaluations.published(version)
@@ -263,7 +261,7 @@ def test_repeated_request_shares_the_evaluation_of_the_first() -> None:
     at(play, every=5)
 
 
-def test_process_that_goes_on_evaluates_only_after_its_agents_have_started() -> None:
+def test_resumed_process_evaluates_after_agents_started() -> None:
     async def play(site: Site) -> None:
         site.evaluations.ready.clear()
         asking = asyncio.create_task(site.evaluations.now())
@@ -277,7 +275,7 @@ def test_process_that_goes_on_evaluates_only_after_its_agents_have_started() -> 
     at(play, every=5)
 
 
-def test_the_newest_version_is_evaluated_once_although_it_is_asked_for_again() -> None:
+def test_newest_version_is_evaluated_once() -> None:
     """As at the end of a run whose last version is due for an evaluation."""
 
     async def play(site: Site) -> None:
@@ -310,7 +308,7 @@ def test_without_sets_nothing_runs() -> None:
     asyncio.run(main())
 
 
-def test_process_that_goes_on_repeats_no_evaluation_that_was_written() -> None:
+def test_resumed_process_repeats_no_written_evaluation() -> None:
     """One had begun at version 4 before the state was kept; version 6 was announced since, and the run ends there."""
     written = {version: [{"set": name, "version_min": version} for name in ("near", "far")] for version in (4, 6)}
 

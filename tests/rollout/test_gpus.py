@@ -36,7 +36,7 @@ def nvml(count: int, busy: list[int]) -> SimpleNamespace:
     )
 
 
-def test_gpus_are_sampled_and_averaged_and_a_lost_one_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_averaged_and_a_lost_one_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml(2, [50, 100]))
     gpus = Gpus()
     assert gpus.sample() == [{"gpu": 0, "utilization": 0.5, "memory": 10, "capacity": 80}]

@@ -74,7 +74,7 @@ def test_run_that_begins_again_has_no_batches_of_an_earlier_one(journal: Journal
     assert Journal(tmp_path, WARNINGS.append).read(0, 0) is None
 
 
-def test_disk_that_takes_nothing_costs_the_journal_and_not_the_run(journal: Journal, tmp_path: Path) -> None:
+def test_full_disk_costs_the_journal_and_not_the_run(journal: Journal, tmp_path: Path) -> None:
     journal.keep(0, 0, b"batch")
     (tmp_path / "journal/00000001-0000").mkdir()  # in the way of a file
     journal.keep(1, 0, b"batch")
@@ -96,7 +96,7 @@ def test_process_that_starts_again_finds_what_the_dead_one_left(journal: Journal
     assert (left.served, left.held) == (4, False)
 
 
-def test_process_does_not_go_on_from_a_state_that_is_not_the_last(journal: Journal, tmp_path: Path) -> None:
+def test_process_goes_on_from_its_last_state_alone(journal: Journal, tmp_path: Path) -> None:
     journal.keep_state(b"old")
     (tmp_path / "journal/served").mkdir()  # in the way of a file
     journal.serves(1, held=False)
@@ -192,7 +192,7 @@ class Mortal:
     slack=st.integers(0, 2),
     running=st.sampled_from([None, 2]),
 )
-def test_run_whose_rollout_process_dies_at_any_moment_trains_every_group_once(
+def test_dying_rollout_process_trains_every_group_once(
     seed: int, often: float, slack: int, running: int | None
 ) -> None:
     """The same batch is handed out again, and what it generates is what it would have generated."""

@@ -31,9 +31,7 @@ def balanced(draw: st.DrawFn) -> Ledger:
     st.integers(0, 4),
     st.integers(-40, 40).filter(bool),
 )
-def test_any_one_count_that_is_wrong_is_found_and_the_equation_named(
-    ledger: Ledger, kind: str, place: int, by: int
-) -> None:
+def test_any_wrong_count_is_found_with_its_equation(ledger: Ledger, kind: str, place: int, by: int) -> None:
     ledger.check()
     book = getattr(ledger, kind)
     field = [name for name in book.__dataclass_fields__ if name != "rejected" or kind == "tokens"][place]

@@ -29,7 +29,7 @@ from tests.rollout.machinery import (
 
 @given(timings, shapes)
 @settings(max_examples=examples(25))
-def test_bound_0_gives_the_batches_of_a_plain_synchronous_driver_byte_for_byte(timing, shape) -> None:
+def test_bound_0_is_a_plain_synchronous_driver_bytewise(timing, shape) -> None:
     """I5: ids, log-probabilities, rewards, versions and their order."""
     found = machinery(timing, **shape, max_staleness=0).batches(STEPS)
     assert same_bytes([batch.groups for batch in found], plain(**shape))
@@ -46,7 +46,7 @@ def test_without_slack_timing_shows_in_the_versions_alone(timing, shape, bound: 
 
 @given(timings, shapes, st.integers(0, 3), st.integers(0, 3), st.sampled_from([0.0, 0.3]), st.booleans())
 @settings(max_examples=examples(50))
-def test_whatever_the_timing_tokens_are_labelled_by_the_engine_and_bounded_in_age(
+def test_tokens_are_labelled_by_the_engine_for_any_timing(
     timing, shape, lead: int, slack: int, fails: float, overlap: bool
 ) -> None:
     """I1, I3, I4: labels are those of the engine's own books; no prompt is trained twice; nothing is unaccounted."""
@@ -82,7 +82,7 @@ def test_timings_make_answers_old_mixed_refused_and_late() -> None:
 
 @pytest.mark.parametrize("cache_key", ["version", "group"])
 @pytest.mark.parametrize("publishes", [1, 2, 3])
-def test_answer_that_arrives_publishes_later_keeps_the_version_that_wrote_it(publishes: int, cache_key: str) -> None:
+def test_late_answer_keeps_the_version_that_wrote_it(publishes: int, cache_key: str) -> None:
     """The version comes from the engine's label, through client and buffer, and not from the time of arrival."""
 
     class Late(RecordedEngine):

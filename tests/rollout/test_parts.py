@@ -37,7 +37,7 @@ from tests.fakes import group, tiny_config, tiny_values
         (1, 0, {"tensor_parallel": 2, "data_parallel": 2}, True),
     ],
 )
-def test_siblings_are_spread_where_there_are_several_engines_or_replicas(
+def test_siblings_spread_over_engines_or_replicas(
     engines: int, attached: int, shape: dict[str, int], several: bool
 ) -> None:
     config = tiny_config(
@@ -91,7 +91,7 @@ class Kept(RolloutHooks):
         self.kept = state
 
 
-def test_extensions_weigh_the_tasks_and_go_on_from_what_a_snapshot_keeps_of_them(tmp_path: Path) -> None:
+def test_extensions_weigh_tasks_and_resume_from_a_snapshot(tmp_path: Path) -> None:
     urls, task = ("http://engine-0", "http://router", "http://rollout"), tiny_values()["task"]
     folder = catalog.resolve("builtin:tiny")
     addresses = Addresses("run", "key", folder, urls[:1], *urls[1:], gpus=0, started_at=0.0)
@@ -114,7 +114,7 @@ def test_extensions_weigh_the_tasks_and_go_on_from_what_a_snapshot_keeps_of_them
         parts(tmp_path)
 
 
-def test_every_part_is_closed_once_and_an_error_of_one_is_a_warning() -> None:
+def test_every_part_is_closed_once_with_warnings() -> None:
     """Dataclasses of users, such as PlayingParts itself, cannot be hashed."""
 
     @dataclass
@@ -135,7 +135,7 @@ def test_every_part_is_closed_once_and_an_error_of_one_is_a_warning() -> None:
     assert __file__ in text
 
 
-def test_error_that_is_recorded_is_the_first_one_with_the_line_of_the_users_code(tmp_path: Path) -> None:
+def test_recorded_error_is_the_first_with_the_users_line(tmp_path: Path) -> None:
     def users() -> None:
         raise KeyError("planted")
 
@@ -158,7 +158,7 @@ def test_error_that_is_recorded_is_the_first_one_with_the_line_of_the_users_code
     assert found["place"].startswith(f"{__file__}:{users.__code__.co_firstlineno + 1}, in ")
 
 
-def test_episodes_that_need_more_open_files_than_allowed_are_refused_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_episodes_needing_too_many_files_are_refused_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Told if the number that runs follows the engines' load."""
     allowed: list[Any] = []
     told: list[str] = []

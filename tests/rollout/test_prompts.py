@@ -103,9 +103,7 @@ def test_task_without_enough_questions_to_hold_out_is_refused(tokenizer: Any, mo
     assert (caught.value.field, caught.value.value) == ("eval.questions", 11)
 
 
-def test_task_with_nothing_left_to_train_on_is_refused_not_searched_for_ever(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exhausted_task_is_refused_not_searched_for_ever(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_SKIPS", 500)
     with pytest.raises(ConfigError, match="use a larger task") as caught:
         first(build(tokenizer, **{"task.params": {"digits": 1}, "eval.questions": 10}), 1)
@@ -126,7 +124,7 @@ def test_held_out_questions_do_not_depend_on_the_seed(tokenizer: Any) -> None:
     assert first_ == second
 
 
-def test_prompt_is_the_rendered_chat_and_decoding_leaves_special_tokens_out(tokenizer: Any) -> None:
+def test_prompt_is_the_rendered_chat(tokenizer: Any) -> None:
     prompts = build(tokenizer)
     (prompt,) = first(prompts, 1)
     digits = prompt.question["answer"]
@@ -141,7 +139,7 @@ def file(tmp_path: Path) -> dict[str, Any]:
     return {"task.kind": "file", "task.params": {}, "task.train_file": str(path)}
 
 
-def test_finite_task_is_reshuffled_every_epoch_without_its_first_questions(tokenizer: Any, file: dict) -> None:
+def test_finite_task_is_reshuffled_every_epoch(tokenizer: Any, file: dict) -> None:
     prompts = build(tokenizer, **file, **{"eval.questions": 4})
     assert [p.question["answer"] for p in prompts.held_out["copy3"]] == ["0", "1", "2", "3"]
     epochs = [[p.question["answer"] for p in first(prompts, 8)] for _ in range(3)]
@@ -151,9 +149,7 @@ def test_finite_task_is_reshuffled_every_epoch_without_its_first_questions(token
     assert [p.question["answer"] for p in first(again, 24)] == [answer for epoch in epochs for answer in epoch]
 
 
-def test_evaluation_file_keeps_all_of_the_training_file_but_repeated_questions(
-    tokenizer: Any, file: dict, tmp_path: Path
-) -> None:
+def test_evaluation_file_leaves_out_repeated_questions(tokenizer: Any, file: dict, tmp_path: Path) -> None:
     held_out = tmp_path / "eval.jsonl"
     held_out.write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in ("7", "105")))
     prompts = build(tokenizer, **file, **{"eval.questions": 2, "task.eval_file": str(held_out)})
@@ -218,7 +214,7 @@ def three(tokenizer: Any, **changes: Any) -> Prompts:
     return build(tokenizer, tasks={name: copy(3) for name in WEIGHTS}, **changes)
 
 
-def test_prompts_come_in_proportion_to_the_weights_and_each_task_in_its_order(tokenizer: Any) -> None:
+def test_prompts_come_by_weight_and_each_task_in_its_order(tokenizer: Any) -> None:
     mixed, alone = three(tokenizer), three(tokenizer)
     drawn = [mixed.draw(WEIGHTS) for _ in range(4000)]
     shares = Counter(prompt.task for prompt in drawn)
@@ -230,9 +226,7 @@ def test_prompts_come_in_proportion_to_the_weights_and_each_task_in_its_order(to
 
 
 @given(st.integers(0, 99), st.sampled_from([0.25, 2.0, 8.0]), st.integers(0, 20))
-def test_mixture_is_a_function_of_the_seed_and_the_weights_also_where_a_checkpoint_was(
-    tokenizer: Any, seed: int, unit: float, count: int
-) -> None:
+def test_mixture_is_a_function_of_seed_and_weights(tokenizer: Any, seed: int, unit: float, count: int) -> None:
     """In whatever unit weights are given, and whatever those of earlier prompts were: each takes one number."""
     whole, scaled, before, after = (three(tokenizer, **{"run.seed": seed}) for _ in range(4))
     expected = [whole.draw(WEIGHTS).task for _ in range(count + 20)]
@@ -248,9 +242,7 @@ def test_other_seeds_give_other_mixtures(tokenizer: Any) -> None:
     assert len({tuple(one.draw(WEIGHTS).task for _ in range(30)) for one in made}) == 8
 
 
-def test_sets_of_files_give_what_they_have_up_to_the_number_asked_for(
-    tokenizer: Any, file: dict, tmp_path: Path
-) -> None:
+def test_sets_of_files_give_up_to_the_number_asked_for(tokenizer: Any, file: dict, tmp_path: Path) -> None:
     """For a set without eval_file, all of train_file is used; training skips what coincides."""
     short = tmp_path / "short.jsonl"
     short.write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in ("7", "105", "7")))
@@ -272,7 +264,7 @@ def test_without_evaluation_nothing_is_held_out(tokenizer: Any) -> None:
     assert len(ids(first(prompts, 200, "one"))) == len(ids(first(prompts, 200, "other"))) == 10
 
 
-def test_prompt_without_room_for_its_answer_is_refused_where_that_is_asked(tokenizer: Any) -> None:
+def test_prompt_without_room_for_its_answer_is_refused(tokenizer: Any) -> None:
     refuse = {"rollout.overlong_prompts": "refuse"}
     assert build(tokenizer, length=8, **refuse).held_out  # 5 tokens and an answer of 3
     with pytest.raises(
@@ -289,7 +281,7 @@ def with_long(tmp_path: Path) -> dict[str, Any]:
     return questions_with_long_ones(tmp_path)
 
 
-def test_questions_of_a_file_that_are_too_long_are_found_at_the_start(tokenizer: Any, with_long: dict) -> None:
+def test_too_long_questions_of_a_file_are_found_at_start(tokenizer: Any, with_long: dict) -> None:
     told: list[str] = []
     config = tiny_config(**with_long, **{"eval.questions": 3})
     prompts = Prompts(config, tasks.build_all(config), ChatTemplate(tokenizer), 8, told.append)
@@ -314,7 +306,7 @@ def test_a_run_goes_on_behind_what_was_left_out(tokenizer: Any, with_long: dict)
     assert [one.question["answer"] for one in first(after, 23)] == whole[17:]
 
 
-def test_stop_tokens_are_those_of_the_generation_config_and_the_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
+def test_stop_tokens_are_those_of_config_and_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
     assert stop_tokens(tmp_path, tokenizer) == [10]
     for written, expected in ((7, [7, 10]), ([9, 10, 2], [2, 9, 10]), (None, [10])):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": written}))

@@ -61,7 +61,7 @@ def test_an_error_of_the_rollouts_closes_all_connections() -> None:
     at(main)
 
 
-def test_batches_and_versions_alternate_and_admission_follows_the_version() -> None:
+def test_batches_and_versions_alternate() -> None:
     async def play(site: Site) -> None:
         for version in range(3):
             await site.fill(2)
@@ -120,7 +120,7 @@ def test_any_version_but_the_next_and_the_one_in_training_is_409(version: int) -
     at(play)
 
 
-def test_parts_of_a_batch_are_handed_out_as_soon_as_their_groups_are_ready_and_again_when_asked() -> None:
+def test_parts_are_handed_out_as_soon_as_they_are_ready() -> None:
     async def play(site: Site) -> None:
         async def asked(part: int, version: int = 0) -> Any:
             return await site.http.get("/batch", params={"version": version, "part": part, "parts": 2})
@@ -149,7 +149,7 @@ def test_parts_of_a_batch_are_handed_out_as_soon_as_their_groups_are_ready_and_a
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_batch_can_be_had_while_the_version_before_it_is_published_and_each_stays_until_its_own(parts: int) -> None:
+def test_batch_can_be_had_during_the_publish_before_it(parts: int) -> None:
     """weights.overlap. The older batch can be read again until its version is published, the newer one longer."""
 
     async def play(site: Site) -> None:
@@ -189,7 +189,7 @@ def test_batch_can_be_had_while_the_version_before_it_is_published_and_each_stay
     at(play, bound=2, overlap=True)
 
 
-def test_part_of_the_next_batch_outlives_the_publish_of_the_one_before() -> None:
+def test_part_of_the_next_batch_outlives_a_publish() -> None:
     async def play(site: Site) -> None:
         await site.fill(4)
         await site.http.get("/batch", params={"version": 0})
@@ -204,7 +204,7 @@ def test_part_of_the_next_batch_outlives_the_publish_of_the_one_before() -> None
     at(play, overlap=True)
 
 
-def test_every_request_gets_the_same_bytes_until_the_next_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_request_gets_the_same_bytes_per_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_SECONDS", 60.0)
 
     async def play(site: Site) -> None:
@@ -226,7 +226,7 @@ def test_every_request_gets_the_same_bytes_until_the_next_version(monkeypatch: p
     at(play)
 
 
-def test_one_batch_at_most_is_encoded_and_admission_stops_without_a_trainer() -> None:
+def test_one_batch_at_most_is_encoded_ahead() -> None:
     """However long the trainer takes: nothing piles up."""
 
     async def play(site: Site) -> None:
@@ -244,7 +244,7 @@ def test_one_batch_at_most_is_encoded_and_admission_stops_without_a_trainer() ->
     at(play, bound=2)
 
 
-def test_ready_group_that_loses_its_place_is_not_counted_as_trained() -> None:
+def test_ready_group_that_loses_its_place_is_not_trained() -> None:
     """over_age=drop moves seats to newer cohorts; one with too many has ready groups left when it is due."""
 
     async def play(site: Site) -> None:
@@ -294,7 +294,7 @@ def break_a_count(site: Site, kind: str) -> None:
         ("tokens", "the ledger of tokens does not balance: generated 11, but .* = 8: 3 lost"),
     ],
 )
-def test_count_that_is_broken_stops_the_run_at_the_next_version_with_the_difference(kind: str, text: str) -> None:
+def test_broken_count_stops_the_run_with_the_difference(kind: str, text: str) -> None:
     async def play(site: Site) -> None:
         failing = asyncio.create_task(site.server.fail())
         await site.fill(2)
@@ -310,7 +310,7 @@ def test_count_that_is_broken_stops_the_run_at_the_next_version_with_the_differe
     at(play)
 
 
-def test_ledger_is_checked_when_groups_end_but_not_at_each_of_a_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ledger_is_checked_at_ends_of_groups_but_not_all(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(site: Site) -> None:
         checks = 0
         found = site.groups.ledger
@@ -334,7 +334,7 @@ def test_ledger_is_checked_when_groups_end_but_not_at_each_of_a_thousand(monkeyp
     at(play, bound=500)
 
 
-def test_tokens_are_accounted_for_while_groups_run_and_when_they_come_too_late() -> None:
+def test_running_and_late_tokens_are_accounted_for() -> None:
     async def play(site: Site) -> None:
         ticket = await site.groups.ticket()
         sessions = site.begin(ticket)
@@ -357,7 +357,7 @@ def test_tokens_are_accounted_for_while_groups_run_and_when_they_come_too_late()
     at(play)
 
 
-def test_what_the_next_batch_waits_for_names_the_groups_and_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_a_batch_names_groups_and_their_doings(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     for using in (intervals, groups_module):
         monkeypatch.setattr(using, "time", SimpleNamespace(time=time.time, monotonic=lambda: now))
@@ -378,7 +378,7 @@ def test_what_the_next_batch_waits_for_names_the_groups_and_what_they_do(monkeyp
     at(play)
 
 
-def test_timelines_say_when_groups_end_and_which_one_a_batch_waited_for() -> None:
+def test_timelines_say_which_group_a_batch_waited_for() -> None:
     async def play(site: Site) -> None:
         tickets = [await site.groups.ticket() for _ in range(4)]
         await site.play(tickets[3], reject="judge")
@@ -467,7 +467,7 @@ def test_same_version_again_lets_requests_go_and_trains_nothing() -> None:
     at(play)
 
 
-def test_figures_of_a_batch_cover_what_was_committed_since_the_batch_before() -> None:
+def test_figures_cover_commits_since_the_last_batch() -> None:
     async def play(site: Site) -> None:
         found = []
         for version in range(2):
@@ -487,7 +487,7 @@ def test_figures_of_a_batch_cover_what_was_committed_since_the_batch_before() ->
     at(play)
 
 
-def test_evaluation_runs_on_request_and_hears_of_every_new_version() -> None:
+def test_evaluation_runs_on_request_and_hears_of_versions() -> None:
     async def play(site: Site) -> None:
         assert (await site.http.post("/evaluate")).json() == [{"accuracy": 0.5}]
         for version in range(2):
@@ -532,7 +532,7 @@ class Told(ConcurrencyLimiter):
         self.batches.append((ready, batch, waited))
 
 
-def test_room_hears_of_every_batch_once_and_whether_the_trainer_had_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_hears_of_every_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(site: Site) -> None:
         monkeypatch.setattr(module, "POLL_SECONDS", 60.0)
         site.groups._limiter = limiter = Told()

@@ -31,9 +31,7 @@ from tests.rollout.schedules import Run, schedules
     slack=st.integers(0, 2),
     running=st.sampled_from([None, 2]),
 )
-def test_run_that_goes_on_trains_every_group_once_with_the_tokens_that_were_written(
-    seed: int, stop: int, slack: int, running: int | None
-) -> None:
+def test_resumed_run_trains_every_group_once_as_written(seed: int, stop: int, slack: int, running: int | None) -> None:
     goes_on(seed, stop, slack, running)
 
 
@@ -77,7 +75,7 @@ def test_agents_of_many_turns_are_told_again_what_they_were_told(seed: int, same
 
 @settings(deadline=None, max_examples=50)
 @given(schedules(Run))
-def test_schedule_is_the_same_whether_or_not_its_buffer_was_saved_and_restored(run: Run) -> None:
+def test_saved_and_restored_buffer_has_the_same_schedule(run: Run) -> None:
     same = {name: getattr(run, name) for name in run.__dataclass_fields__ if name not in ("batches", "births", "trace")}
     one, other = Run(**{**same, "saves": False}).play(), Run(**{**same, "saves": True}).play()
     assert (one.trace, one.batches, one.births) == (other.trace, other.batches, other.births)
@@ -103,7 +101,7 @@ def test_snapshot_between_a_batch_and_its_version_is_refused() -> None:
     asyncio.run(asyncio.wait_for(play(), 120))
 
 
-def test_what_is_under_way_is_told_with_the_oldest_version_it_can_have() -> None:
+def test_work_under_way_is_told_with_its_oldest_version() -> None:
     session = FakeEngine(lambda request: b"").client().generate()
     request = Request(session, [1, 2], 8)
     request.live = live = PartialAnswer(request, asked_at=7)
@@ -117,7 +115,7 @@ def test_what_is_under_way_is_told_with_the_oldest_version_it_can_have() -> None
     assert (again.cut, again.spans(), again.token_ids) == ("the run was resumed", said.versions, [4])
 
 
-def test_recalled_answers_are_given_once_and_only_to_what_was_asked() -> None:
+def test_recalled_answers_are_given_once_to_their_question() -> None:
     client = FakeEngine(lambda request: b"").client()
     told = Exchange([1, 2], Completion([3, EOS], [-0.1, -0.2], [VersionSpan(0, 0, 2)], "stop"))
     session = client.resume("g", "g 0", 0, 2, [told])
@@ -130,7 +128,7 @@ def test_recalled_answers_are_given_once_and_only_to_what_was_asked() -> None:
 
 @settings(deadline=None, max_examples=examples(100))
 @given(data=st.data())
-def test_damaged_snapshots_are_refused_or_read_as_something_of_the_same_shape(data: st.DataObject) -> None:
+def test_damaged_snapshots_are_refused_or_have_the_shape(data: st.DataObject) -> None:
     saved = bytearray(_saved())
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, max(0, len(saved) - 1)))

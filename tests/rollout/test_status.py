@@ -50,7 +50,7 @@ def test_file_says_who_waits_for_what_and_which_engine_is_silent(
     at(play)
 
 
-def test_disk_that_refuses_the_file_is_reported_once_and_ends_nothing(
+def test_refusing_disk_is_reported_once_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(module, "PERIOD", 0.01)

@@ -56,7 +56,7 @@ wasteful = schedules(
 
 @given(wasteful)
 @settings(max_examples=examples(200))
-def test_what_is_thrown_away_or_chosen_breaks_neither_bound_nor_ledger_nor_liveness(run: Wasteful) -> None:
+def test_dropped_or_chosen_groups_break_no_invariant(run: Wasteful) -> None:
     run.play()
     trained = [slot for batch in run.batches for slot in batch]
     assert len(set(trained)) == len(trained) == run.steps * run.batch_groups
@@ -66,7 +66,7 @@ def admitted(buffer: CohortBuffer) -> list[Ticket]:
     return list(iter(buffer.admit, None))
 
 
-def test_seats_of_a_cohort_go_to_the_first_that_end_and_the_rest_is_dismissed() -> None:
+def test_seats_of_a_cohort_go_to_the_first_that_end() -> None:
     buffer = CohortBuffer(2, 0, oversample=2)
     tickets = admitted(buffer)
     assert len(tickets) == 4
@@ -85,7 +85,7 @@ def test_seats_of_a_cohort_go_to_the_first_that_end_and_the_rest_is_dismissed() 
     assert [one.slot for one in taken] == [1, 3]
 
 
-def test_batch_leaves_a_straggler_behind_when_others_are_ready_and_its_seat_moves() -> None:
+def test_batch_leaves_a_straggler_whose_seat_moves() -> None:
     buffer = CohortBuffer(2, 1, 1, over_age="drop")
     tickets = admitted(buffer)
     for ticket in tickets[1:3]:

@@ -60,7 +60,7 @@ def test_every_admitted_group_is_played_whole_and_scored() -> None:
     asyncio.run(main())
 
 
-def test_one_failed_sibling_rejects_the_group_with_its_reason_and_another_replaces_it() -> None:
+def test_failed_sibling_rejects_its_group_by_its_reason() -> None:
     async def main() -> None:
         agent = Failing(lambda n: EpisodeFailed("judge", "no answer") if n == 1 else None)
         site = Site(agent)
@@ -85,7 +85,7 @@ def test_several_failed_siblings_are_one_rejection() -> None:
     asyncio.run(main())
 
 
-def test_engine_that_fails_a_request_for_good_costs_its_group_alone() -> None:
+def test_finally_failed_request_costs_its_group_alone() -> None:
     async def main() -> None:
         site = Site(Failing(lambda n: EngineError("no token arrived") if n == 4 else None))
         await site.run_until(lambda: site.ledger().groups.ready == 4)
@@ -136,7 +136,7 @@ def test_bug_in_the_client_is_no_fault_of_the_agent(monkeypatch: pytest.MonkeyPa
     asyncio.run(main())
 
 
-def test_what_an_agent_raises_costs_its_group_and_is_told_with_its_traceback() -> None:
+def test_agents_error_costs_its_group_with_a_traceback() -> None:
     async def main() -> None:
         site = Site(Failing(lambda n: ValueError("a typo") if n == 4 else None))
         await site.run_until(lambda: site.ledger().groups.ready == 4)
@@ -197,7 +197,7 @@ def test_bug_beside_a_failed_sibling_still_surfaces() -> None:
 
 
 @pytest.mark.parametrize(("then", "last"), [("down", ""), ("gone", "; the last with: judge: gone")])
-def test_failures_in_a_row_end_the_worker_with_the_first_reason_and_another_last_one(then: str, last: str) -> None:
+def test_failures_in_a_row_end_the_worker_with_both_reasons(then: str, last: str) -> None:
     async def main() -> None:
         site = Site(Failing(lambda n: EpisodeFailed("judge", "down" if n == 0 else then)), max_failures=5)
         with pytest.raises(BaseExceptionGroup) as caught:
@@ -219,7 +219,7 @@ def test_success_between_failures_starts_the_count_anew() -> None:
     asyncio.run(main())
 
 
-def test_running_groups_never_exceed_their_limit_and_rejections_free_it() -> None:
+def test_running_groups_keep_their_limit() -> None:
     async def main() -> None:
         most = 0
         agent = Failing(lambda n: EpisodeFailed("judge") if n % 5 == 0 else None)
@@ -251,7 +251,7 @@ def test_groups_of_a_resumed_run_are_played_before_new_ones(oversample: int, rej
 
 
 @pytest.mark.parametrize("path", ["no_such_module:Agent", "asyncrl.agents.single_turn:Missing", "nothing", ""])
-def test_agent_that_cannot_be_loaded_names_field_value_and_remedy(path: str) -> None:
+def test_unloadable_agent_names_field_value_and_remedy(path: str) -> None:
     with pytest.raises(ConfigError, match=r"Must be an import path, module:name") as caught:
         load_agent(path, {})
     assert (caught.value.field, caught.value.value) == ("agent", path)
@@ -279,7 +279,7 @@ class _OfAQuestion:
         ("_of_a_limit", {"limt": 3}, "task.agent_params", "limit|limt"),
     ],
 )
-def test_agent_of_other_arguments_is_refused_before_its_first_episode(
+def test_agent_of_other_arguments_is_refused_at_the_start(
     name: str, params: dict[str, Any], field: str, told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told) as caught:
@@ -295,7 +295,7 @@ def test_default_agent_loads() -> None:
 # --- groups that are not accepted, and groups that nobody waits for -------------------------------------------
 
 
-def test_group_that_is_not_accepted_is_counted_with_its_reason_and_replaced() -> None:
+def test_unaccepted_group_is_counted_and_replaced() -> None:
     async def main() -> None:
         verdicts = iter([True, "no_signal", False, *[True] * 100])
         site = Site(accept=lambda group: next(verdicts))
@@ -338,9 +338,7 @@ class Stuck:
 
 
 @pytest.mark.parametrize(("options", "reason"), [({"oversample": 1}, "surplus"), ({"over_age": "drop"}, "over_age")])
-def test_group_that_nobody_waits_for_is_stopped_and_its_tokens_are_counted(
-    options: dict[str, Any], reason: str
-) -> None:
+def test_abandoned_group_is_stopped_and_its_tokens_counted(options: dict[str, Any], reason: str) -> None:
     async def main() -> None:
         agent = Stuck({0})
         site = Site(agent, buffer=options)
@@ -379,7 +377,7 @@ def test_groups_have_the_size_of_their_task_and_are_scored_by_it() -> None:
     asyncio.run(main())
 
 
-def test_listeners_hear_of_every_group_that_was_played_whole_also_of_those_not_accepted() -> None:
+def test_listeners_hear_of_every_whole_group() -> None:
     heard: list[Group] = []
 
     async def main() -> None:

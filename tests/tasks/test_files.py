@@ -55,7 +55,7 @@ def test_json_file_may_hold_one_array(tmp_path: Path) -> None:
     assert asked(task(tmp_path / "rows.json")) == ["1 + 1?", "2 + 2?"]
 
 
-def test_answer_key_reaches_into_an_object_as_in_the_files_of_verl(tmp_path: Path) -> None:
+def test_answer_key_reaches_into_an_object(tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "1 + 1?"}], "reward_model": {"style": "rule", "ground_truth": "2"}}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
     key = "task.answer_key=reward_model.ground_truth"

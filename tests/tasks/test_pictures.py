@@ -49,7 +49,7 @@ def content(one: FileTask, index: int = 0) -> list[Any]:
     ]
 
 
-def test_paths_data_urls_and_base64_take_the_places_of_their_marks(tmp_path: Path) -> None:
+def test_images_of_every_spelling_take_their_marks_places(tmp_path: Path) -> None:
     (tmp_path / "one.png").write_bytes(png(1))
     bare = base64.b64encode(png(2)).decode()
     images = ["one.png", bare, f"data:image/png;base64,{bare}"]

@@ -81,7 +81,7 @@ def test_jsonl_and_parquet_of_the_same_rows_are_the_same_task(tmp_path: Path) ->
         )
 
 
-def test_system_message_comes_first_and_chats_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_system_message_comes_first_and_chats_stay(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     rows = [{"q": chat, "a": "x"}]
     task = from_file(jsonl(tmp_path / "rows.jsonl", rows), prompt_key="q", answer_key="a", system="Be short.")
@@ -197,7 +197,7 @@ def test_row_without_the_configured_field_is_named(tmp_path: Path, key: str) -> 
 # --- of a whole run -----------------------------------------------------------------------------------------
 
 
-def test_every_task_and_set_is_built_and_a_wrong_one_is_named_by_its_field() -> None:
+def test_every_task_is_built_and_a_wrong_one_names_its_field() -> None:
     task = tiny_config().task.model_dump()
     wrong = {**task, "params": {"digits": 99}}
     config = tiny_config(tasks={"one": task, "two": task}, **{"eval.sets": {"more": task}})

@@ -24,7 +24,7 @@ def test_fused_adam_trains_as_torch_does(layout: str, dtype: dict[str, Any], tmp
 
 
 @pytest.mark.parametrize("layout", ["single", "dp2", "ep2"])
-def test_moments_in_bfloat16_train_nearly_alike_and_checkpoints_hold_them_exactly(layout: str, tmp_path: Path) -> None:
+def test_bfloat16_moments_train_alike_and_are_saved_exactly(layout: str, tmp_path: Path) -> None:
     run(layout, BFLOAT16, tmp_path, moments_dtype="bfloat16")
 
 

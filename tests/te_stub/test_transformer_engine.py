@@ -204,7 +204,7 @@ def test_updates_in_fp8_are_near_those_in_bfloat16(
         ("deepseek", ["single", "tp2-sp-ep2", "pp2-vpp2-ep2"]),
     ],
 )
-def test_a_checkpoint_of_one_kind_loads_into_the_other_to_the_bit(
+def test_checkpoint_of_one_kind_loads_into_the_other_bitwise(
     folder: Path,
     model: str,
     layouts: list[str],

@@ -47,7 +47,7 @@ DEATHS = [
 
 
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: type(death).__name__)
-def test_every_request_is_repeated_to_the_process_that_replaces_a_dead_one(death: Answer) -> None:
+def test_requests_repeat_to_the_process_replacing_a_dead_one(death: Answer) -> None:
     assert source(death, death, httpx.Response(200, content=b"batch")).batch(0, interrupt=never) == b"batch"
     assert source(death, httpx.Response(200, content=b"state")).snapshot(0) == b"state"
     assert source(death, httpx.Response(200, json=[{}])).evaluate(60.0) == [{}]

@@ -84,7 +84,7 @@ def test_outputs_and_gradients_are_those_of_each_sequence_alone(case: tuple, see
 
 @given(case=packs(), seed=st.integers(0, 99))
 @settings(max_examples=20, deadline=None)
-def test_a_rule_that_knows_no_tree_gives_the_same_where_rows_are_copied_for_it(case: tuple, seed: int) -> None:
+def test_rule_without_trees_gives_the_same_on_copied_rows(case: tuple, seed: int) -> None:
     p = pack(case[0])
     *inputs, grad = drawn(p, seed)
     index, place, flat = apart(p)

@@ -49,13 +49,13 @@ def test_a_batch_is_that_of_the_version() -> None:
     assert (found.version, feed.stopped) == (7, False)
 
 
-def test_engines_that_need_weights_interrupt_the_wait_and_nothing_is_over() -> None:
+def test_engines_needing_weights_interrupt_the_wait() -> None:
     feed = batches(SourceOf(), interrupt=True)
     assert (feed.get(0), feed.stopped) == (None, False)
     assert feed.get(0) is None
 
 
-def test_the_gpus_come_back_once_for_a_batch_and_not_for_an_interrupted_wait() -> None:
+def test_gpus_come_back_once_per_batch() -> None:
     taken, parallel = list[int](), cast(Any, None)
     source = SourceOf()
     for interrupted in (True, False):
@@ -64,21 +64,21 @@ def test_the_gpus_come_back_once_for_a_batch_and_not_for_an_interrupted_wait() -
     assert taken == [3]
 
 
-def test_a_run_that_is_asked_to_stop_takes_no_further_batch_although_one_is_ready() -> None:
+def test_stopping_run_takes_no_further_batch() -> None:
     source = SourceOf(ready=1)
     feed = batches(source, asked=lambda: True)
     assert (feed.get(0), feed.stopped) == (None, True)
     assert source.asked == 0
 
 
-def test_a_run_that_is_asked_to_stop_while_it_waits_waits_no_longer() -> None:
+def test_stopping_run_waits_no_longer() -> None:
     source = SourceOf(ready=100)
     feed = batches(source, asked=lambda: source.asked >= 2)
     assert (feed.get(0), feed.stopped) == (None, True)
     assert source.asked == 2
 
 
-def test_a_run_that_is_asked_to_stop_finishes_the_batch_of_which_it_has_trained_a_part() -> None:
+def test_stopping_run_finishes_a_begun_batch() -> None:
     source = SourceOf(ready=1)
     feed = batches(source, asked=lambda: source.asked > 0, parts=2)
     found = [feed.get(4, part) for part in range(2)]
@@ -87,9 +87,7 @@ def test_a_run_that_is_asked_to_stop_finishes_the_batch_of_which_it_has_trained_
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_ranks_wait_for_a_batch_on_the_host_if_a_publish_may_need_their_gpus(
-    overlap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_wait_on_the_host_if_a_publish_needs_gpus(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """`meta` stands for the GPU: only the bytes of a batch that is there may go through it."""
     group: Any = object() if overlap else None
     seen: list[tuple[str, object]] = []

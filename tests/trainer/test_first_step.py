@@ -21,7 +21,7 @@ from tests.fakes import tiny_config  # noqa: E402
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_only_the_first_step_on_a_gpu_may_exceed_the_stall_timeout(
+def test_only_the_first_gpu_step_may_exceed_the_timeout(
     gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -39,7 +39,7 @@ def test_only_the_first_step_on_a_gpu_may_exceed_the_stall_timeout(
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_wait_for_engines_that_use_the_trainers_gpus_may_last_as_long_as_all_calls_of_a_hand_over(
+def test_wait_for_engines_may_last_as_a_whole_hand_over(
     shared: bool,
 ) -> None:
     deadlines = {"rollout.batch_timeout": 50.0, "engine.start_timeout": 100.0, "weights.timeout": 30.0}
@@ -50,7 +50,7 @@ def test_a_wait_for_engines_that_use_the_trainers_gpus_may_last_as_long_as_all_c
 @pytest.mark.parametrize(
     ("placement", "gpu", "limits"), [("shared", True, [0.5]), ("shared", False, []), ("separate", True, [])]
 )
-def test_a_trainer_beside_an_engine_is_limited_to_its_part_of_the_gpu(
+def test_trainer_beside_an_engine_keeps_to_its_part(
     placement: str, gpu: bool, limits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It then runs out of memory itself, before the engine on its GPU does."""
@@ -61,7 +61,7 @@ def test_a_trainer_beside_an_engine_is_limited_to_its_part_of_the_gpu(
 
 
 @pytest.mark.parametrize("placement", ["shared", "colocated"])
-def test_a_trainer_uses_a_gpu_only_after_its_engines_have_measured_the_memory(
+def test_trainer_uses_a_gpu_after_its_engines_measured_it(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank waits for the engines, and the others for it. Only in turns do the engines hand anything over."""

@@ -103,7 +103,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(values, (hidden, weight), eps=1e-6, atol=1e-8, rtol=1e-7, fast_mode=True)
 
 
-def test_without_entropy_log_probabilities_are_the_same_and_one_value_alone_may_have_a_gradient() -> None:
+def test_without_entropy_logprobs_are_the_same() -> None:
     hidden, weight, pack = case()
     head = Head(hidden, weight, VOCAB, 7, ALONE)
     alone, nothing = head.score(pack, 0.7)
@@ -177,7 +177,7 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-def test_no_tensor_is_larger_than_a_chunk_of_logits_and_the_last_chunk_is_made_once() -> None:
+def test_no_tensor_exceeds_a_chunk_of_logits() -> None:
     for chunk_rows, chunks in ((ROWS, 1), (12, 2), (6, 4)):
         with _Largest() as seen:
             scored(*case(), chunk_rows)
@@ -186,7 +186,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits_and_the_last_chunk_is_made_o
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_weights_gradient_is_added_without_a_tensor_of_its_size(dtype: torch.dtype) -> None:
+def test_weights_gradient_is_added_without_a_copy(dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(6, 8, generator=draw).to(dtype).requires_grad_()
     weight = torch.randn(200, 8, generator=draw).to(dtype).requires_grad_()

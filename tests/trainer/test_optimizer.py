@@ -44,7 +44,7 @@ def update(optimizer: torch.optim.Optimizer, gradient: torch.Tensor) -> torch.Te
 
 
 @pytest.mark.parametrize("kind", [AdamWithStepsOfGroups, torch.optim.AdamW])
-def test_the_first_update_after_a_reset_is_that_of_a_new_optimizer(kind: Any) -> None:
+def test_first_update_after_a_reset_is_a_new_optimizers(kind: Any) -> None:
     gradients = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     old, new = (kind([torch.nn.Parameter(torch.zeros(7))], lr=0.1) for _ in range(2))
     for gradient in gradients[1:]:
@@ -59,7 +59,7 @@ def test_the_first_update_after_a_reset_is_that_of_a_new_optimizer(kind: Any) ->
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_step_counts_are_on_the_device_only_for_a_fused_optimizer(fused: bool) -> None:
+def test_step_counts_are_on_device_only_if_fused(fused: bool) -> None:
     """torch's other implementations read them on the host, which would wait for the device once per parameter."""
     parameter = torch.nn.Parameter(torch.empty(3, device="meta"))
     network = NetworkOptimizer.__new__(NetworkOptimizer)

@@ -14,7 +14,7 @@ from asyncrl.weights.publish import UNSENT, Staged, StagedPublisher
 from tests.fakes import tiny_config
 
 
-def test_micro_batches_halve_at_the_second_time_and_all_is_recomputed_at_the_third(tmp_path: Path) -> None:
+def test_micro_batches_halve_then_all_is_recomputed(tmp_path: Path) -> None:
     config = tiny_config(**{"trainer.micro_batch_tokens": 4096})
     assert adapted(config, tmp_path) == (config, "")
     told = []
@@ -37,7 +37,7 @@ class Sent(StagedPublisher):
         return {"pause": 1.0}
 
 
-def test_nothing_is_published_before_the_version_that_the_engines_serve() -> None:
+def test_nothing_is_published_before_the_served_version() -> None:
     sent, told = Sent(), list[str]()
     recovery = Recovery(served=5, written=5, updating=True, began=0.0)
     catching_up = CatchingUp(sent, Start(3, None, recovery), None, lambda text, _: told.append(text))  # type: ignore[arg-type]
@@ -48,9 +48,7 @@ def test_nothing_is_published_before_the_version_that_the_engines_serve() -> Non
     assert "2 steps since version 3 were trained again; the weights were not compared" in line
 
 
-def test_engines_that_have_released_their_memory_are_not_asked_for_their_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_without_memory_are_not_asked_for_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCRL_DIED_AT", "1")
     turns = {"cluster.placement": "colocated", "rollout.max_staleness": 1, "weights.pause_mode": "retract"}
     source: Any = SimpleNamespace(status=lambda: {"version": 5, "held": 0.0})

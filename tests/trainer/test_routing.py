@@ -67,7 +67,7 @@ def test_its_own_choice_given_back_changes_no_bit(logits: Tensor, router: str) -
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_given_experts_are_used_with_the_routers_own_shares_of_them(logits: Tensor, router: str) -> None:
+def test_given_experts_use_the_routers_own_shares(logits: Tensor, router: str) -> None:
     """Whatever groups they are in; tokens whose experts are not known choose."""
     draw = torch.Generator().manual_seed(1)
     given = torch.stack([torch.randperm(EXPERTS, generator=draw)[:K] for _ in range(TOKENS)])

@@ -19,7 +19,7 @@ SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
 
 @given(shape=SHAPES, data=st.data())
-def test_boxes_hold_each_element_of_the_stretch_once_and_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_boxes_hold_each_element_once_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     numbers = torch.arange(torch.Size(shape).numel()).view(shape)
     start, end = sorted(data.draw(st.tuples(*[st.integers(0, numbers.numel())] * 2)))
     found = [

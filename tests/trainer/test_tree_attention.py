@@ -61,7 +61,7 @@ WINDOWS = st.sampled_from([None, 1, 2, 4, 17, 128])
 
 @given(case=packs(), stretch=st.sampled_from([1, 6]), window=WINDOWS, sunk=st.booleans(), parts=st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
-def test_windows_and_sinks_are_those_of_the_dense_mask_on_every_rank(
+def test_windows_and_sinks_are_the_dense_masks(
     case: tuple, stretch: int, window: int | None, sunk: bool, parts: int
 ) -> None:
     groups, share, _ = case
@@ -88,7 +88,7 @@ def test_windows_and_sinks_are_those_of_the_dense_mask_on_every_rank(
         torch.testing.assert_close(x.grad.double(), y.grad, rtol=0, atol=1e-5 * stretch)
 
 
-def test_a_windows_pairs_grow_with_the_rows_and_not_with_their_square() -> None:
+def test_windows_pairs_grow_with_the_rows() -> None:
     p = pack([[sample(list(range(2000)), [1])]])
     blocks = [*_windowed(p, 50)[0], *(block for _, block in _windowed(p, 50)[1])]
     assert sum((b.queries[1] - b.queries[0]) * (b.keys[1] - b.keys[0]) for b in blocks) <= 2000 * 2 * 50
@@ -123,7 +123,7 @@ def test_short_packs_do_not_take_the_decoding_kernel() -> None:
 
 @given(case=packs(), stretch=st.sampled_from([1, 3, 17, 40]), parts=st.integers(1, 4))
 @settings(max_examples=40, deadline=None)
-def test_block_masks_are_those_of_all_pairs_of_rows_on_every_rank(case: tuple, stretch: int, parts: int) -> None:
+def test_block_masks_are_those_of_all_pairs(case: tuple, stretch: int, parts: int) -> None:
     """Packs have one row to several blocks, and seldom whole blocks."""
     groups, share, _ = case
     p = pack([[stretched(one, stretch) for one in group] for group in groups], share=share, multiple=parts)
@@ -174,7 +174,7 @@ def stretched(one: Sample, times: int) -> Sample:
 
 
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 1000])
-def test_making_a_block_mask_takes_memory_for_blocks_and_not_for_pairs(rows: int) -> None:
+def test_block_mask_takes_memory_for_blocks_alone(rows: int) -> None:
     p = pack([[sample(list(range(rows)), [1])]])
     largest = 0
 
@@ -191,7 +191,7 @@ def test_making_a_block_mask_takes_memory_for_blocks_and_not_for_pairs(rows: int
     assert largest <= 8 * max(blocks * (blocks + 1), blocks * BLOCK)  # of rows, their ends
 
 
-def test_the_number_of_compiled_graphs_does_not_grow_with_the_number_of_packs() -> None:
+def test_compiled_graphs_do_not_grow_with_packs() -> None:
     counter = CompileCounter()
     compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=counter)
     with mock.patch.object(tree_attention, "_flex_attention", return_value=compiled), torch.no_grad():
@@ -265,7 +265,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.items())
 @given(case=packs(), seed=st.integers(0, 99))
 @settings(max_examples=12, deadline=None)
-def test_a_model_has_the_values_and_gradients_of_separate_sequences(
+def test_model_has_values_and_gradients_of_sequences(
     case: tuple, seed: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     groups, share, multiple = case
@@ -302,7 +302,7 @@ def test_each_part_of_a_pack_has_its_rows_of_the_whole(case: tuple, parts: int) 
         torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=1e-10)
 
 
-def test_old_torch_gets_the_limit_on_compiled_versions_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_torch_gets_the_limit_on_compiled_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile takes the limit since torch 2.12. Without it, the ninth pack's attention would be dense scores."""
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     monkeypatch.setattr(torch, "compile", lambda function, *, dynamic, fullgraph: function)

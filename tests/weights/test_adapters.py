@@ -158,7 +158,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "choose", lambda *_, **__: ("tensor", "for the test"))
 
 
-def test_every_engine_has_an_adapter_before_it_is_announced_and_nothing_is_paused_or_flushed() -> None:
+def test_every_engine_has_an_adapter_before_it_is_announced() -> None:
     seen: list[list[set[str]]] = []
     with served() as servers:
 
@@ -180,7 +180,7 @@ def test_every_engine_has_an_adapter_before_it_is_announced_and_nothing_is_pause
     ]
 
 
-def test_an_engine_that_joins_compares_the_checksums_of_what_it_loads() -> None:
+def test_joining_engine_compares_checksums() -> None:
     """However rarely the others compare them (weights.verify_every)."""
     with served() as servers:
         made = publisher(servers, lambda version: InUse([1], {}), verify_every=100)
@@ -192,7 +192,7 @@ def test_an_engine_that_joins_compares_the_checksums_of_what_it_loads() -> None:
         assert set(servers.engines["http://engine-1"].compared) == {"run0-v1", "run0-v2", "run0-v3"}
 
 
-def test_a_restarted_engine_gets_every_live_adapter_before_it_joins_the_router() -> None:
+def test_restarted_engine_gets_live_adapters_before_joining() -> None:
     with served() as servers:
         made = publisher(servers, lambda version: InUse([1], {}))
         made.publish(1)
@@ -211,7 +211,7 @@ def test_a_restarted_engine_gets_every_live_adapter_before_it_joins_the_router()
         ) == 3
 
 
-def test_an_engine_that_lost_its_adapters_unnoticed_gets_them_all_with_the_next() -> None:
+def test_engine_that_lost_adapters_gets_all_with_the_next() -> None:
     """It restarted after the fleet was reconciled, so that it never joined."""
     with served() as servers:
         made = publisher(servers, lambda version: InUse([1, 2], {}))
@@ -221,7 +221,7 @@ def test_an_engine_that_lost_its_adapters_unnoticed_gets_them_all_with_the_next(
         assert set(servers.engines["http://engine-1"].held) == {"run0-v1", "run0-v2"}
 
 
-def test_an_engine_that_refuses_an_adapter_is_lost_before_requests_name_it() -> None:
+def test_engine_refusing_an_adapter_is_lost_before_requests() -> None:
     routed: list[list[str]] = []
     with served() as servers:
         servers.engines["http://engine-1"].faults.add("/load_lora_adapter_from_tensors")
@@ -235,7 +235,7 @@ def test_an_engine_that_refuses_an_adapter_is_lost_before_requests_name_it() -> 
     assert routed == [["http://engine-0"]]
 
 
-def test_a_version_is_all_adapters_and_past_versions_stay_for_the_roles_that_play_them() -> None:
+def test_version_is_all_adapters_and_played_past_ones_stay() -> None:
     seen: list[set[str]] = []
     with served(1) as servers:
         engine = servers.engines["http://engine-0"]
@@ -269,7 +269,7 @@ def past_adapters(folder: Path, name: str, checkpoints: list[int], origin: Path 
     )
 
 
-def test_past_versions_are_kept_as_peft_folders_for_the_newest_version_and_for_every_checkpoint(tmp_path: Path) -> None:
+def test_past_versions_are_kept_as_peft_folders(tmp_path: Path) -> None:
     """A run that is resumed, in its own folder or in another, loads them again."""
     made: list[int] = []
     names = {"adapters": (POLICY, "solver")}
@@ -317,7 +317,7 @@ def test_version_0_is_the_base_and_needs_no_adapter() -> None:
         assert made.publish(1)["verify"] > 0  # still the first that can be verified
 
 
-def test_trainers_that_start_again_unload_what_those_that_died_left_and_load_again_what_was_never_announced() -> None:
+def test_restarted_trainers_unload_what_dead_ones_left() -> None:
     """Those died after one engine had loaded version 4, and only the other had unloaded version 1."""
     in_use = [2]
     with served() as servers:
@@ -346,7 +346,7 @@ def test_trainers_that_start_again_unload_what_those_that_died_left_and_load_aga
     ]
 
 
-def test_what_trainers_that_died_left_in_folders_is_for_engines_that_join_too(tmp_path: Path) -> None:
+def test_folders_of_dead_trainers_serve_joining_engines(tmp_path: Path) -> None:
     left = AdapterFolder("run0-v1", tmp_path)
     assert not left.loadable
     AdapterFolder("run0-v1", tmp_path, PEFT, dict(tensors()))
@@ -368,7 +368,7 @@ class BasePublisher:
         self._servers.fleet.admit()
 
 
-def test_engines_get_a_base_that_they_did_not_load_at_first_and_when_one_joins() -> None:
+def test_engines_get_a_foreign_base_at_first_and_on_joining() -> None:
     with served() as servers:
         made = publisher(servers, lambda version: InUse([1, 2], {}), base=lambda update: BasePublisher(servers, update))
         for version in (1, 2):
@@ -607,7 +607,7 @@ TestResidency = Residency.TestCase
 TestResidency.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 
 
-def test_the_pool_of_an_engine_has_room_for_all_adapters_and_the_base() -> None:
+def test_pool_of_an_engine_holds_all_adapters_and_the_base() -> None:
     config = tiny_config(**{"rollout.max_staleness": 3, "eval.questions": 0})
     assert resident_adapters(config) == 5
     assert resident_adapters(tiny_config(**{"rollout.max_staleness": 3})) == 6

@@ -161,9 +161,7 @@ def own_groups() -> int:
         pytest.param(1, signal.SIGSTOP, id="one that passes on hangs"),
     ],
 )
-def test_receivers_of_a_broken_broadcast_meet_again_without_the_one_that_died(
-    victim: int, by: int, receivers: dict[str, BaseProcess]
-) -> None:
+def test_receivers_meet_again_after_a_broken_broadcast(victim: int, by: int, receivers: dict[str, BaseProcess]) -> None:
     """None is lost with it that only waited for it, and no group of before is left, in the trainer or elsewhere."""
     lost: list[str] = []
 
@@ -195,7 +193,7 @@ def test_receivers_of_a_broken_broadcast_meet_again_without_the_one_that_died(
 
 
 @pytest.mark.nightly
-def test_receiver_that_a_broken_broadcast_left_in_the_middle_is_lost_with_the_one_that_died(
+def test_receiver_left_in_the_middle_is_lost_too(
     receivers: dict[str, BaseProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer fails at rank 1 while it sends to rank 2, which gloo may not wake. The last one gets the bucket."""
@@ -218,7 +216,7 @@ def test_receiver_that_a_broken_broadcast_left_in_the_middle_is_lost_with_the_on
     fleet.close()
 
 
-def test_group_of_a_trainer_that_died_does_not_stay_in_the_engines(receivers: dict[str, BaseProcess]) -> None:
+def test_group_of_a_dead_trainer_leaves_the_engines(receivers: dict[str, BaseProcess]) -> None:
     ours, theirs = multiprocessing.Pipe()
     urls = list(receivers)
     trainer = START.Process(target=send, args=(urls, theirs), daemon=True)
@@ -245,7 +243,7 @@ class Work:
         self._events.append("wait")
 
 
-def test_over_nccl_a_death_that_engines_tell_of_aborts_the_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_told_death_aborts_an_nccl_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
     """What NCCL then does was not run: the group is a stand-in. A stream waits for no broadcast that will not end."""
     events: list[str] = []
     dead: set[str] = set()

@@ -22,7 +22,7 @@ tensors = st.lists(
 
 
 @given(tensors, st.integers(1, 200))
-def test_every_tensor_is_planned_once_and_whole_and_buckets_follow_the_order(described, limit) -> None:
+def test_every_tensor_is_planned_once_whole_and_in_order(described, limit) -> None:
     buckets = plan_buckets(iter(described), limit)
     rest = list(described)
     for bucket in buckets:
@@ -33,7 +33,7 @@ def test_every_tensor_is_planned_once_and_whole_and_buckets_follow_the_order(des
 
 
 @given(tensors, st.integers(1, 200))
-def test_bucket_has_no_gaps_and_every_tensor_is_aligned_to_its_dtype(described, limit) -> None:
+def test_bucket_is_aligned_without_gaps(described, limit) -> None:
     for bucket in plan_buckets(described, limit):
         assert bucket[0].start == 0
         assert all(first.end == second.start for first, second in pairwise(bucket))
@@ -41,7 +41,7 @@ def test_bucket_has_no_gaps_and_every_tensor_is_aligned_to_its_dtype(described, 
 
 
 @given(tensors, st.integers(1, 200))
-def test_bucket_is_within_the_limit_unless_one_tensor_alone_is_larger_and_none_is_cut_short(described, limit) -> None:
+def test_bucket_keeps_the_limit_unless_one_tensor_is_larger(described, limit) -> None:
     buckets = plan_buckets(described, limit)
     first_of = {name: shape.numel() * dtype.itemsize for name, dtype, shape in described}
     order = {name: place for place, (name, _, _) in enumerate(described)}

@@ -73,7 +73,7 @@ def test_a_rank_holds_its_queries_above_its_keys_and_values(device: Any, tp: int
 
 
 @pytest.mark.parametrize(("device", "tp", "kv_heads"), HEADS_OF_RANKS)
-def test_a_rank_holds_the_columns_of_its_queries_in_the_output_projection(device: Any, tp: int, kv_heads: int) -> None:
+def test_rank_holds_its_queries_columns_of_the_output(device: Any, tp: int, kv_heads: int) -> None:
     full, name = distinct(HIDDEN, HEADS * HEAD_DIM), "model.layers.0.self_attn.o_proj.weight"
     expected = ExpectedChecksums(
         config(num_key_value_heads=kv_heads), EngineParallel(tp), dtype=torch.float32, device=device
@@ -86,7 +86,7 @@ def test_a_rank_holds_the_columns_of_its_queries_in_the_output_projection(device
 @pytest.mark.parametrize(
     ("inner", "tp", "padded"), [(128, 1, 128), (128, 2, 128), (128, 4, 128), (40, 1, 64), (72, 2, 128)]
 )
-def test_gated_mlps_and_experts_are_cut_by_inner_features_and_stacked(inner: int, tp: int, padded: int) -> None:
+def test_gated_mlps_and_experts_are_cut_and_stacked(inner: int, tp: int, padded: int) -> None:
     def random_experts(*size: int) -> Tensor:
         return distinct(EXPERTS, *size)
 
@@ -133,7 +133,7 @@ def held(shape: EngineParallel, tensors: dict[str, Tensor], hf: dict[str, Any], 
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_group_of_ranks_has_experts_of_its_own_and_divides_each_of_them(reverse: bool) -> None:
+def test_group_of_ranks_divides_its_own_experts(reverse: bool) -> None:
     gate, up = distinct(4, 8, HIDDEN), -distinct(4, 8, HIDDEN)
     prefix = "model.layers.0.mlp.experts"
     tensors = {
@@ -150,14 +150,14 @@ def test_a_group_of_ranks_has_experts_of_its_own_and_divides_each_of_them(revers
         assert found == {f"{prefix}.w13_weight": digest(both, "cuda")}
 
 
-def test_a_shared_expert_is_not_stored_with_routed_ones_that_are_divided_among_ranks() -> None:
+def test_shared_expert_is_apart_from_divided_ones() -> None:
     name = "model.layers.0.mlp.shared_experts.down_proj.weight"
     full = distinct(HIDDEN, 8)
     found = held(EngineParallel(tp=2, ep=2), {name: full}, config("Glm4MoeForCausalLM", n_shared_experts=1))
     assert found == [{name: digest(full[:, :4], "cuda")}, {name: digest(full[:, 4:], "cuda")}]
 
 
-def test_replicas_of_attention_have_the_same_heads_and_embedding_but_divide_mlps_and_the_output_layer() -> None:
+def test_attention_replicas_share_heads_and_divide_mlps() -> None:
     attention, mlp = "model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight"
     tensors = {
         attention: distinct(HIDDEN, HEADS * HEAD_DIM),
@@ -182,9 +182,7 @@ def test_replicas_of_attention_have_the_same_heads_and_embedding_but_divide_mlps
         ("Qwen3MoeForCausalLM", False, {0: "head", 1: "head"}),
     ],
 )
-def test_a_stage_has_its_layers_and_the_last_one_the_norm_and_the_output_layer(
-    architecture: str, tied: bool, heads: dict[int, str]
-) -> None:
+def test_stage_has_its_layers_and_the_last_the_head(architecture: str, tied: bool, heads: dict[int, str]) -> None:
     embed, head, norm = distinct(64, HIDDEN), -distinct(64, HIDDEN), distinct(HIDDEN)
     layers = {f"model.layers.{number}.input_layernorm.weight": norm + number for number in range(3)}
     tensors = {**layers, "model.embed_tokens.weight": embed, "model.norm.weight": norm / 2, "lm_head.weight": head}
@@ -201,7 +199,7 @@ def test_a_stage_has_its_layers_and_the_last_one_the_norm_and_the_output_layer(
         }
 
 
-def test_latent_attention_is_cut_by_heads_and_its_down_projections_are_one_and_whole() -> None:
+def test_latent_attention_is_cut_by_heads_alone() -> None:
     tensors, hf = model("DeepseekV3ForCausalLM"), config("DeepseekV3ForCausalLM", num_key_value_heads=HEADS)
     attention = "model.layers.0.self_attn"
     for rank, found in enumerate(results(tensors, hf, 2)):
@@ -211,13 +209,13 @@ def test_latent_attention_is_cut_by_heads_and_its_down_projections_are_one_and_w
             assert found[f"{attention}.{name}.weight"] == digest(tensors[f"{attention}.{name}.weight"].chunk(2)[rank])
 
 
-def test_latent_attention_without_a_low_rank_of_queries_keeps_its_two_projections() -> None:
+def test_latent_attention_without_query_rank_keeps_two() -> None:
     hf = config("DeepseekV3ForCausalLM", num_key_value_heads=HEADS, q_lora_rank=None)
     tensors = {f"model.layers.0.self_attn.{name}.weight": distinct(8, 8) for name in ("q_proj", "kv_a_proj_with_mqa")}
     assert [found.keys() for found in results(tensors, hf, 1)] == [tensors.keys()]
 
 
-def test_an_engine_keeps_its_routers_own_precision_and_converts_the_rest() -> None:
+def test_engine_keeps_router_precision_and_converts_the_rest() -> None:
     gate, bias, norm = (
         f"model.layers.0.{name}"
         for name in ("mlp.gate.weight", "mlp.gate.e_score_correction_bias", "input_layernorm.weight")
@@ -233,7 +231,7 @@ def test_an_engine_keeps_its_routers_own_precision_and_converts_the_rest() -> No
 
 
 @pytest.mark.parametrize(("architecture", "experts"), [("Glm4MoeForCausalLM", EXPERTS), ("DeepseekV3ForCausalLM", 256)])
-def test_on_a_gpu_a_single_shared_expert_is_the_last_of_the_routed(architecture: str, experts: int) -> None:
+def test_single_shared_expert_is_the_last_routed_on_gpus(architecture: str, experts: int) -> None:
     hf = config(architecture, n_shared_experts=1, n_routed_experts=experts)
     inner = "model.layers.0.mlp"
     routed = [distinct(HIDDEN, 4) + expert for expert in range(experts + 1)]
@@ -244,7 +242,7 @@ def test_on_a_gpu_a_single_shared_expert_is_the_last_of_the_routed(architecture:
     assert f"{inner}.shared_experts.down_proj.weight" in results(tensors, hf, 1, "cpu")[0]
 
 
-def test_stacked_experts_are_transposed_and_divided_by_inner_features() -> None:
+def test_stacked_experts_are_transposed_and_divided() -> None:
     """gpt-oss's, as SGLang's loader cuts them. Its biases are held in float32; the second counts on an expert's first
     rank alone."""
     experts, hf = "model.layers.0.mlp.experts", config("GptOssForCausalLM", n_routed_experts=None, num_local_experts=4)
@@ -293,9 +291,7 @@ def engine_name(name: str, architecture: str) -> str:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("device", "kv_heads"), [("cpu", 2), ("cuda", 1)])
-def test_one_flipped_bit_shows_in_its_engine_parameter_on_the_ranks_that_hold_it(
-    architecture: str, device: Any, kv_heads: int
-) -> None:
+def test_flipped_bit_shows_in_its_parameter_and_ranks(architecture: str, device: Any, kv_heads: int) -> None:
     hf, tensors = config(architecture, num_key_value_heads=kv_heads), model(architecture, kv_heads=kv_heads)
     before = results(tensors, hf, 2, device)
     assert {name for found in before for name in found} == {engine_name(name, architecture) for name in tensors}
@@ -324,7 +320,7 @@ def test_the_order_of_tensors_does_not_matter(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_tensor_that_the_trainer_sends_has_a_place_and_every_rule_is_reached(architecture: str) -> None:
+def test_every_sent_tensor_has_a_place_and_every_rule_is_used(architecture: str) -> None:
     sent, rules = model(architecture), table(FAMILIES[architecture], config(architecture))
     # as transformers names them, of a tower of one block
     tower = [name for rule in rules for name, _ in rule.parts if name.startswith("visual.")]
@@ -340,7 +336,7 @@ def held_bytes(expected: ExpectedChecksums) -> int:
     return sum(part.nbytes for parameter in expected._open.values() for _, part in parameter.early.values())
 
 
-def test_what_is_held_is_only_what_came_before_its_turn_and_may_be_overwritten() -> None:
+def test_only_early_tensors_are_held() -> None:
     hf, attention = config(), "model.layers.0.self_attn"
     q, k, v = (distinct(heads * HEAD_DIM, HIDDEN).bfloat16() for heads in (HEADS, 2, 2))
     expected = ExpectedChecksums(hf, EngineParallel(), dtype=torch.bfloat16)
@@ -397,7 +393,7 @@ def test_a_tensor_without_a_place_is_named(name: str) -> None:
         ExpectedChecksums(config(), EngineParallel(), dtype=torch.bfloat16).add(name, distinct(8))
 
 
-def test_a_dense_layer_is_refused_where_the_engine_would_drop_it_in_silence() -> None:
+def test_silently_dropped_dense_layer_is_refused() -> None:
     expected = ExpectedChecksums(config("Qwen3MoeForCausalLM"), EngineParallel(), dtype=torch.bfloat16)
     with pytest.raises(WeightsError, match=r"model\.layers\.1\.mlp\.gate_proj\.weight"):
         expected.add("model.layers.1.mlp.gate_proj.weight", distinct(32, HIDDEN))
@@ -410,7 +406,7 @@ def test_an_expert_beyond_the_last_is_named() -> None:
 
 
 @pytest.mark.parametrize("again", ["q", "k", "v"])
-def test_a_tensor_that_comes_twice_is_named_wherever_its_parameter_stands(again: str) -> None:
+def test_repeated_tensor_is_named_wherever_it_stands(again: str) -> None:
     expected = ExpectedChecksums(config(), EngineParallel(), dtype=torch.bfloat16)
     for name in {"q": "q", "k": "k", "v": "qkv"}[again]:  # taken, waiting, whole
         expected.add(f"model.layers.0.self_attn.{name}_proj.weight", distinct(8, HIDDEN))
@@ -424,7 +420,7 @@ def test_what_does_not_divide_on_a_gpu_is_named_with_its_shape() -> None:
         expected.add("model.layers.0.mlp.down_proj.weight", distinct(8, 40))
 
 
-def test_a_wrong_tensor_that_waited_for_its_turn_is_named_and_not_the_one_that_ended_the_wait() -> None:
+def test_wrong_waiting_tensor_is_named_not_the_last() -> None:
     expected = ExpectedChecksums(config(), EngineParallel(), dtype=torch.bfloat16)
     expected.add("model.layers.2.self_attn.k_proj.weight", distinct(7, HIDDEN))
     with pytest.raises(WeightsError, match=r"2\.self_attn\.k_proj\.weight \(7, 8\)"):

@@ -50,7 +50,7 @@ def test_an_answer_without_every_rank_is_refused(wrong: dict[str, Any]) -> None:
         parse(wrong)
 
 
-def test_a_difference_on_any_rank_and_what_one_side_lacks_are_named_once() -> None:
+def test_differences_and_gaps_are_named_once() -> None:
     same = {"a": "1", "b": "2"}
     assert differing([same, same], [same, dict(same)]) == []
     assert differing([same, same], [same, {"a": "1", "b": "3"}]) == ["b"]
@@ -67,7 +67,7 @@ def test_a_difference_on_any_rank_and_what_one_side_lacks_are_named_once() -> No
         differing([same], [same, same])
 
 
-def test_stages_are_put_together_and_never_hold_the_same_parameter() -> None:
+def test_stages_are_joined_and_never_share_a_parameter() -> None:
     assert merge([[{"a": "1"}, {"a": "2"}], [{"b": "3"}, {"b": "4"}]]) == [{"a": "1", "b": "3"}, {"a": "2", "b": "4"}]
     with pytest.raises(WeightsError, match="a"):
         merge([[{"a": "1"}], [{"a": "1"}]])
@@ -120,6 +120,6 @@ def test_the_gpus_hash_is_what_sglang_computes_on_this_gpu(count: int, dtype: to
     assert hashed(tensor) == f"{gpu_tensor_hash(tensor):016x}"
 
 
-def test_an_answer_of_sglang_0_5_20_which_knows_one_role_reads_the_same() -> None:
+def test_answer_of_sglang_0_5_20_reads_the_same() -> None:
     ranks = [{"checksums": {"w": f"{rank:016x}"}, "parallelism_info": {"tp_rank": rank}} for rank in (1, 0)]
     assert parse({"ranks": ranks}) == [{"w": f"{0:016x}"}, {"w": f"{1:016x}"}]

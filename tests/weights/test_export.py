@@ -44,9 +44,7 @@ def alone() -> Iterator[Parallel]:
     dist.destroy_process_group()
 
 
-def test_exported_folder_holds_the_new_weights_and_the_publishers_config_without_multi_token_prediction(
-    alone: Parallel, tmp_path: Path
-) -> None:
+def test_export_has_new_weights_without_multi_token_layers(alone: Parallel, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     kept = {"architectures": ["DeepseekV3ForCausalLM"], "scoring_func": "sigmoid", "a_field": "of the publisher's code"}
@@ -71,7 +69,7 @@ def test_exported_folder_holds_the_new_weights_and_the_publishers_config_without
     }
 
 
-def test_an_export_contains_the_layers_of_multi_token_prediction_unchanged(alone: Parallel, tmp_path: Path) -> None:
+def test_export_keeps_multi_token_layers_unchanged(alone: Parallel, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     config = {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1}
@@ -86,7 +84,7 @@ def test_an_export_contains_the_layers_of_multi_token_prediction_unchanged(alone
     assert json.loads((target / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
-def test_config_says_nothing_of_multi_token_prediction_where_it_said_nothing(alone: Parallel, tmp_path: Path) -> None:
+def test_config_stays_silent_on_multi_token_prediction(alone: Parallel, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text("{}")
@@ -94,7 +92,7 @@ def test_config_says_nothing_of_multi_token_prediction_where_it_said_nothing(alo
     assert json.loads((tmp_path / "target" / "config.json").read_text()) == {"dtype": "float32"}
 
 
-def test_large_weights_come_in_numbered_shards_of_bounded_size_with_an_index(alone: Parallel, tmp_path: Path) -> None:
+def test_large_weights_come_in_bounded_shards(alone: Parallel, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     (source / "config.json").write_text("{}")

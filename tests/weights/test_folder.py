@@ -24,7 +24,7 @@ def digest(folder: Path, *files: dict[str, Tensor]) -> str:
         return opened.digest()
 
 
-def test_digest_depends_on_every_name_shape_type_and_value_and_not_on_files(tmp_path: Path) -> None:
+def test_digest_depends_on_all_but_files(tmp_path: Path) -> None:
     a, b = torch.arange(6.0).view(2, 3), torch.zeros(4, dtype=torch.bfloat16)
     whole = digest(tmp_path / "whole", {"a": a, "b": b})
     assert digest(tmp_path / "apart", {"b": b}, {"a": a}) == whole
@@ -39,7 +39,7 @@ def test_digest_depends_on_every_name_shape_type_and_value_and_not_on_files(tmp_
     assert len({whole, *(digest(tmp_path / str(number), one) for number, one in enumerate(others))}) == 7
 
 
-def test_weights_in_mxfp4_are_read_in_bfloat16_transposed_and_by_expert(tmp_path: Path) -> None:
+def test_mxfp4_is_read_in_bfloat16_by_expert(tmp_path: Path) -> None:
     """The file is as gpt-oss's: two experts of three rows and two blocks of 32; a byte holds two codes, the lower bits
     first, and 127 is the scale 1."""
     blocks = torch.full((2, 3, 2, 16), 0x21, dtype=torch.uint8)  # 0.5, 1.0, 0.5, ...
@@ -57,7 +57,7 @@ def test_weights_in_mxfp4_are_read_in_bfloat16_transposed_and_by_expert(tmp_path
         assert folder.read("experts.w", (2, 64, 3), 1).equal(expected[1].bfloat16())
 
 
-def test_weights_in_fp8_are_read_in_bfloat16_with_the_scale_of_their_block(tmp_path: Path) -> None:
+def test_fp8_is_read_in_bfloat16_by_block_scale(tmp_path: Path) -> None:
     """The file is as DeepSeek-V3's: 130 x 300 values have 2 x 3 blocks, of which the last are partial."""
     codes = torch.full((130, 300), 0.5).to(torch.float8_e4m3fn)
     codes[129, 299] = 448.0  # the largest

@@ -83,7 +83,7 @@ def test_what_an_engine_fuses_from_one_call_is_one_unit() -> None:
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_every_linear_layer_has_an_adapter_for_each_projection_of_hf(architecture: str) -> None:
+def test_every_linear_layer_has_adapters_per_projection(architecture: str) -> None:
     """Those of experts, also shared ones, are named after transformers' modules, whatever the files call them."""
     mapping = Mapping(architecture)
     for rule in FAMILIES[architecture]:
@@ -120,7 +120,7 @@ STACKED = [STACKED_GATE_UP, INTERLEAVED, INTERLEAVED_GATE_UP, STACKED_DOWN]
 @pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP, FUSED_QKV, *STACKED])
 @given(dims(), st.sampled_from([1, 2, 4]), st.integers(0, 10**6), st.sampled_from([torch.float32, torch.bfloat16]))
 @settings(max_examples=60)
-def test_join_of_all_shards_is_byte_equal_to_the_original_and_no_rank_holds_more(layout, d, tp, seed, dtype) -> None:
+def test_joined_shards_are_byte_equal_and_no_rank_has_more(layout, d, tp, seed, dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
     original = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes(layout, d)]
     parts = [layout.shard(original, tp, rank, d) for rank in range(tp)]
@@ -141,7 +141,7 @@ def test_join_of_all_shards_is_byte_equal_to_the_original_and_no_rank_holds_more
 
 @given(dims(), st.sampled_from([1, 2, 4]))
 @settings(max_examples=20)
-def test_biases_of_queries_keys_and_values_are_laid_out_as_their_matrices(d, tp) -> None:
+def test_qkv_biases_are_laid_out_as_their_matrices(d, tp) -> None:
     whole = [torch.arange(shape[0]) + 100 * i for i, shape in enumerate(shapes(QKV, d))]
     for rank in range(tp):
         as_matrix = QKV.shard([bias[:, None] for bias in whole], tp, rank, d)
@@ -228,7 +228,7 @@ def test_numbers_of_layer_and_expert_stand_in_every_hf_name() -> None:
         ("mlp.experts.linear_fc2.weight12", "mlp.experts.local_experts.12.linear_fc2.weight"),
     ],
 )
-def test_names_of_transformer_engine_become_those_of_the_local_layers(name: str, expected: str) -> None:
+def test_te_names_become_those_of_local_layers(name: str, expected: str) -> None:
     assert local_name(f"decoder.layers.3.{name}") == f"decoder.layers.3.{expected}"
 
 
@@ -258,7 +258,7 @@ def test_unknown_architecture_is_named_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_tables_name_each_tensor_that_transformers_writes_once_and_no_other(architecture: str, tmp_path: Path) -> None:
+def test_tables_name_each_tensor_of_transformers_once(architecture: str, tmp_path: Path) -> None:
     family = families.FAMILIES[architecture]
     kind, written = family.model_type, set[str]()
     for number, fields in enumerate(({}, *family.variants)):

@@ -44,7 +44,7 @@ def parts() -> Iterator[Parts]:
         event.set()
 
 
-def test_next_publish_waits_for_the_one_in_flight_and_has_its_figures(parts: Parts) -> None:
+def test_next_publish_waits_for_the_one_in_flight(parts: Parts) -> None:
     spans: list[tuple[str, int]] = []
     publisher = Background(parts, ended=lambda name, batch, start, end: spans.append((name, batch)))
     first = publisher.publish(1)
@@ -63,7 +63,7 @@ def test_next_publish_waits_for_the_one_in_flight_and_has_its_figures(parts: Par
 
 
 @pytest.mark.parametrize("meets", ["publish", "finish", "wait"])
-def test_error_in_the_background_reaches_whatever_the_loop_does_next(meets: str, parts: Parts) -> None:
+def test_background_error_reaches_the_loops_next_act(meets: str, parts: Parts) -> None:
     failed: list[BaseException] = []
     parts.error = PeerFailed("the rollout server answered 500")
     parts.go[1].set()
@@ -92,7 +92,7 @@ def test_publisher_is_not_idle_while_a_publish_is_in_flight(parts: Parts) -> Non
     assert publisher.idle()
 
 
-def test_weights_that_change_after_they_are_staged_are_sent_as_they_were() -> None:
+def test_staged_weights_are_sent_as_they_were() -> None:
     """The transport compares each bucket with the tensors before they change."""
     before = {name: tensor.clone() for name, tensor in TENSORS.items()}
 

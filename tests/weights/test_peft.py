@@ -42,9 +42,7 @@ def saved(model: Path, folder: Path, tensors: dict[str, Tensor], **settings: Any
 
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_peft_computes_with_a_written_folder_what_merged_weights_compute(
-    family: str, rslora: bool, tmp_path: Path
-) -> None:
+def test_peft_computes_as_merged_weights_do(family: str, rslora: bool, tmp_path: Path) -> None:
     model = written(tmp_path / "hf", family)
     tensors = adapters(model)
     folder = saved(model, tmp_path / "peft", tensors, rslora=rslora)
@@ -59,7 +57,7 @@ def test_peft_computes_with_a_written_folder_what_merged_weights_compute(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_written_folder_is_read_back_bit_for_bit_with_its_scale(family: str, tmp_path: Path) -> None:
+def test_written_folder_is_read_back_bit_for_bit(family: str, tmp_path: Path) -> None:
     model = written(tmp_path / "hf", family)
     tensors = adapters(model)
     folder = saved(model, tmp_path / "peft", tensors, rslora=True)
@@ -92,7 +90,7 @@ def llama(tmp_path: Path) -> Path:
         ("lora_alpha", None),
     ],
 )
-def test_what_is_not_plain_lora_is_refused_by_field_value_and_remedy(llama: Path, field: str, value: Any) -> None:
+def test_unplain_lora_is_refused_with_a_remedy(llama: Path, field: str, value: Any) -> None:
     folder = saved(llama, llama.parent / "peft", adapters(llama))
     file = folder / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
@@ -156,7 +154,7 @@ def test_a_folder_is_replaced_as_a_whole(llama: Path) -> None:
         ({"path": "nowhere"}, "path", "no folder nowhere"),
     ],
 )
-def test_a_run_starts_only_from_adapters_like_those_of_its_settings(
+def test_run_starts_only_from_adapters_of_its_settings(
     llama: Path, settings: dict[str, Any], field: str, remedy: str
 ) -> None:
     folder = saved(llama, llama.parent / "peft", adapters(llama, only="[oq]_proj"))

@@ -41,7 +41,7 @@ class Stream:
         self.events.append("finish")
 
 
-def test_a_bucket_is_sent_in_a_stream_of_its_own_behind_its_filling_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_is_sent_in_its_own_stream_behind_its_fill(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender's stream waits for what fills; what fills never waits for the sender's stream or for the device."""
 
     @contextmanager
@@ -57,7 +57,7 @@ def test_a_bucket_is_sent_in_a_stream_of_its_own_behind_its_filling_alone(monkey
     assert published("cuda") == [event for events in each for event in events]
 
 
-def test_with_all_buckets_filled_the_device_is_waited_for_once_and_nothing_sent_waits_for_training(
+def test_filled_buckets_wait_for_the_device_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @contextmanager
@@ -127,7 +127,7 @@ class Expected:
 
 @pytest.mark.parametrize("every", [None, 100])
 @pytest.mark.parametrize("holds", ["right", "wrong"])
-def test_an_engine_that_joins_proves_its_weights_before_it_is_routed_to(every: int | None, holds: str) -> None:
+def test_joining_engine_proves_weights_before_requests(every: int | None, holds: str) -> None:
     """However rarely the others are verified (weights.verify_every)."""
     engines = Engines("http://first")
     fleet = engines.fleet()

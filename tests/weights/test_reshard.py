@@ -147,7 +147,7 @@ def test_loaded_tensors_come_back_and_are_described_in_order(tmp_path: Path) -> 
     assert list(weights.described()) == [(name, tensor.dtype, tensor.shape) for name, tensor in exported]
 
 
-def test_chunks_of_a_virtual_pipeline_hold_the_layers_that_they_are_numbered_with(tmp_path: Path) -> None:
+def test_virtual_chunks_hold_their_numbered_layers(tmp_path: Path) -> None:
     given = write(tmp_path, hf_shapes())
     first_and_last = [Chunk([1], ends={}), Chunk([0], ends=ENDS)]
     weights = resharder(first_and_last, place())
@@ -181,7 +181,7 @@ def test_each_expert_parallel_rank_loads_its_own_experts(tmp_path: Path, ep_rank
         ),  # its files stack the experts
     ],
 )
-def test_experts_of_other_ranks_are_exported_under_their_own_numbers(
+def test_experts_of_other_ranks_keep_their_numbers(
     family: str, layer: dict[str, Any], inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = write(tmp_path, {name.replace("model.", inside): shape for name, shape in hf_shapes(layer).items()})
@@ -207,7 +207,7 @@ def test_experts_of_other_ranks_are_exported_under_their_own_numbers(
     assert sent == []
 
 
-def test_described_tells_full_shapes_of_what_ranks_share_and_names_every_expert() -> None:
+def test_described_tells_full_shapes_and_every_expert() -> None:
     dims = Dims(8, 4, 2, 9, tied=False)
     weights = resharder([Chunk([0], MOE_LAYER)], place(tp=2, ep=2, etp=2), dims, "Qwen3MoeForCausalLM")
     described = {name: tuple(shape) for name, _, shape in weights.described()}
@@ -226,7 +226,7 @@ def test_ranks_that_do_not_export_yield_and_describe_nothing(other: str) -> None
     assert list(weights.described()) == []
 
 
-def test_tied_copy_is_filled_from_the_embedding_and_is_not_exported_again(tmp_path: Path) -> None:
+def test_tied_copy_is_filled_and_not_exported_again(tmp_path: Path) -> None:
     given = write(tmp_path, hf_shapes())  # some tied checkpoints hold lm_head, too
     chunk = Chunk(range(LAYERS))
     weights = resharder([chunk], place(), TIED)
@@ -259,7 +259,7 @@ def test_left_over_tensor_is_named(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.gate_proj.weight", "model.layers.0.mlp.experts.4.up_proj.weight"])
-def test_left_over_tensor_that_only_other_models_of_the_family_hold_is_named(tmp_path: Path, name: str) -> None:
+def test_left_over_tensor_of_the_family_is_named(tmp_path: Path, name: str) -> None:
     """A dense MLP in a layer of experts; an expert that config.json does not count."""
     write(tmp_path, {**hf_shapes(HF_MOE_LAYER), name: (FF, H)})
     weights = resharder([Chunk(range(LAYERS), MOE_LAYER)], place(ep=2), family="Qwen3MoeForCausalLM")
@@ -316,7 +316,7 @@ def test_parameter_that_the_table_does_not_know_is_named(tmp_path: Path) -> None
 # --- folders ------------------------------------------------------------------------------------------------
 
 
-def test_layers_of_multi_token_prediction_are_left_out_with_a_warning_on_the_first_rank(tmp_path: Path) -> None:
+def test_multi_token_layers_are_left_out_with_a_warning(tmp_path: Path) -> None:
     mtp = {f"model.layers.{LAYERS}.eh_proj.weight": (H, 2 * H), f"model.layers.{LAYERS}.input_layernorm.weight": (H,)}
     write(tmp_path, {**hf_shapes(), **mtp})
     with pytest.warns(UserWarning, match=f"left out 2 tensors of multi-token prediction.*layers.{LAYERS}.eh_proj"):
@@ -351,7 +351,7 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     whole().load(tmp_path)
 
 
-def test_what_an_engine_fuses_from_one_call_comes_one_after_the_other() -> None:
+def test_what_an_engine_fuses_comes_together() -> None:
     parts = [
         f"decoder.layers.0.self_attention.linear_{name}.weight" for name in ("q_down_proj", "q_up_proj", "kv_down_proj")
     ]

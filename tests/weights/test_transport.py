@@ -63,7 +63,7 @@ def test_shared_memory_to_another_host_is_refused() -> None:
         ({"agents.roles": {"solver": {"adapter": "b"}}}, "Qwen3ForCausalLM", 0, "versions (roles have adapters"),
     ],
 )
-def test_auto_takes_the_way_of_adapters_that_the_engines_can_serve(changes, architecture, gpus, way) -> None:
+def test_auto_takes_the_way_that_engines_can_serve(changes, architecture, gpus, way) -> None:
     config, why = choose_lora(
         tiny_config(**{"trainer.lora.rank": 4, **changes}), {"architectures": [architecture]}, gpus
     )
@@ -104,7 +104,7 @@ def test_a_version_appears_when_it_is_whole_and_old_ones_go(tmp_path: Path) -> N
     assert sorted(folder.name for folder in (tmp_path / "weights").iterdir()) == ["v000003", "v000004"][-KEPT:]
 
 
-def test_a_buffer_on_a_gpu_is_shared_once_whatever_is_sent_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_buffer_is_shared_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call of torch's reduce_tensor leaves a record that lives as long as the buffer."""
     calls: list[int] = []
 
@@ -129,7 +129,7 @@ def test_a_buffer_on_a_gpu_is_shared_once_whatever_is_sent_from_it(monkeypatch: 
     assert calls[2:] == [another.data_ptr()]
 
 
-def test_arguments_of_torchs_reduction_are_where_they_are_replaced() -> None:
+def test_replaced_arguments_are_where_torch_reads_them() -> None:
     rebuilt = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     assert [rebuilt[place] for place in (1, 2, 3, 6)] == [
         *("tensor_size", "tensor_stride", "tensor_offset", "storage_device")

@@ -66,7 +66,7 @@ def test_where_everything_is_trained_there_is_no_bias_at_all() -> None:
     assert site.told == []
 
 
-def test_dropping_the_slowest_is_told_once_with_means_and_probability() -> None:
+def test_dropping_the_slowest_is_told_once() -> None:
     site = run(60, lambda one, born: one[0] < max(two[0] for two in born) and max(one[0]) < 120)
     assert site.audit.figures()["bias/length"] < -0.2
     assert abs(site.audit.figures()["bias/reward"]) < 0.1
@@ -84,7 +84,7 @@ def test_rejecting_the_hopeless_is_a_drift_of_difficulty() -> None:
     assert any("mean difficulty" in told for told in run(60, lambda one, born: len(set(one[1])) > 1).told)
 
 
-def test_what_may_still_be_trained_says_nothing_and_a_checkpoint_keeps_it() -> None:
+def test_trainable_groups_say_nothing_and_are_kept() -> None:
     site, resumed = Audited(), Audited()
     for version in range(100):
         site.play(version, f"short{version}", [1], [0.0])

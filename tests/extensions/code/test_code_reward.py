@@ -84,7 +84,7 @@ def test_programs_are_compared_by_their_lines_and_must_end_well() -> None:
     assert scored("print(0)", {"input_output": [{"input": "", "output": "1"}]}, tests="programs").reward == 0.0
 
 
-def test_setup_of_the_record_exceptions_and_objects_that_are_no_data() -> None:
+def test_setup_records_exceptions_and_objects_without_data() -> None:
     record = {
         "test_setup_code": "import math",
         "test_list": [
@@ -195,7 +195,7 @@ def test_forgery_passes_no_test(name: str) -> None:
     assert score.parts["code/found"] == 1.0
 
 
-def test_module_that_the_code_plants_is_not_imported_by_the_tests(tmp_path: Path) -> None:
+def test_module_planted_by_the_code_is_not_imported(tmp_path: Path) -> None:
     """Lazy imports go on as ever: strptime's is one."""
     record = {
         "test_setup_code": f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import datetime",
@@ -246,7 +246,7 @@ def without_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_tests, "modules", lambda *names: changed if "code_harness" in names else plain(*names))
 
 
-def test_code_that_ends_the_harness_scores_0_and_does_not_choose_to_be_unscored(
+def test_code_that_ends_the_harness_scores_0(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     without_namespaces(monkeypatch)  # in one of its own it cannot
@@ -265,9 +265,7 @@ class LateAtFirst(Sandboxes):
 
 
 @pytest.mark.parametrize("reason", ["timeout", "cpu", "memory"])
-def test_code_that_takes_the_harness_to_a_limit_is_not_asked_twice(
-    reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_hits_a_harness_limit_is_not_asked_twice(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Saying, "reason", reason)
     sandboxes = LateAtFirst()
     score = scored(RIGHT, sandboxes=sandboxes)
@@ -356,7 +354,7 @@ class Bounded(Sandboxes):
         self.limits, self.warm = limits, warm
 
 
-def test_backend_by_import_path_gets_limits_that_leave_room_for_all_tests() -> None:
+def test_own_backend_gets_limits_with_room_for_all_tests() -> None:
     reward = CodeReward(
         sandbox=f"{__name__}:Bounded", sandbox_params={"warm": 3}, total_seconds=40.0, seconds=5.0, memory_mb=300
     )
@@ -382,7 +380,7 @@ def test_backend_comes_by_import_path_and_others_are_refused() -> None:
 # --- values ---------------------------------------------------------------------------------------------------
 
 
-def test_plain_data_arrives_as_it_was_and_anything_else_as_a_number() -> None:
+def test_plain_data_arrives_as_it_was_the_rest_as_a_number() -> None:
     def no_keep(value: Any) -> list[Any]:
         raise AssertionError(value)
 
@@ -395,7 +393,7 @@ def test_plain_data_arrives_as_it_was_and_anything_else_as_a_number() -> None:
     assert unpack(["list", [["kept", 3]]], lambda number: f"number {number}") == ["number 3"]
 
 
-def test_what_is_sent_into_sandboxes_imports_pythons_library_alone() -> None:
+def test_sandboxed_code_imports_pythons_library_alone() -> None:
     for name, source in code_tests.modules("code_values", "code_candidate", "code_process", "code_harness"):
         nodes = list(ast.walk(ast.parse(source)))
         imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

@@ -77,7 +77,7 @@ def test_wrong_program_cannot_refuse_its_verdict(kind: Kind) -> None:
 
 
 @kinds_with_users
-def test_right_program_has_it_too_and_may_use_files_and_processes(kind: Kind) -> None:
+def test_right_program_passes_and_may_use_files_and_processes(kind: Kind) -> None:
     busy = """
 import multiprocessing, pathlib, subprocess, tempfile
 def add(a, b):
@@ -92,7 +92,7 @@ def add(a, b):
 
 
 @needs_bubblewrap
-def test_programs_are_tested_where_no_control_group_counts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_are_tested_without_a_memory_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroups, "bases", cgroups.Bases)
     pairs = json.dumps({"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]})
 

@@ -17,7 +17,7 @@ from tests.fakes import addresses, tiny_config
 ALONE = {"mode": "rollout_only", "record": True}
 
 
-def test_a_process_takes_the_batches_in_place_of_the_trainers_and_ends_the_run() -> None:
+def test_process_takes_batches_for_the_trainers_and_ends_it() -> None:
     config = tiny_config(**ALONE)
     specs = plan(config, addresses(), place(config, imagined(config, 1, 0)), Path("/runs/r"))
     assert [spec.name for spec in specs] == ["engine-0", "router", "rollout", "collect"]

@@ -162,7 +162,7 @@ def test_score_that_is_none_is_not_kept() -> None:
     assert reward.asked == 2
 
 
-def test_first_who_stops_waiting_takes_nothing_from_the_others_and_the_last_ends_it() -> None:
+def test_first_to_stop_waiting_takes_nothing_the_last_ends_it() -> None:
     async def main() -> None:
         reward = Later(length, until=asyncio.Event())
         cached = CachedReward(reward)
@@ -233,7 +233,7 @@ def test_thread_whose_forerunner_failed_asks_for_itself() -> None:
     assert [score.reward for score in found] == [3.0]
 
 
-def test_reward_that_is_not_pure_is_refused_and_closing_closes_it() -> None:
+def test_impure_reward_is_refused_and_closing_closes_it() -> None:
     with pytest.raises(ConfigError, match="not pure"):
         CachedReward(Fixed(1.0, pure=False))
     reward = Fixed(1.0)

@@ -62,7 +62,7 @@ def test_sync_parts_alone_need_no_event_loop() -> None:
 
 
 @given(st.lists(st.tuples(NUMBERS, st.floats(0, 10)), min_size=1, max_size=5), st.integers(0, 4), st.floats(0, 10))
-def test_sum_rises_with_any_part_of_positive_weight_and_has_no_order(
+def test_sum_rises_with_any_positive_part_without_order(
     pairs: list[tuple[float, float]], place: int, more: float
 ) -> None:
     def total(pairs: list[tuple[float, float]]) -> float:
@@ -77,7 +77,7 @@ def test_sum_rises_with_any_part_of_positive_weight_and_has_no_order(
     assert total(pairs) == total(pairs[::-1])
 
 
-def test_parts_come_from_a_configuration_with_weight_1_unless_said_otherwise() -> None:
+def test_parts_from_a_configuration_have_weight_1() -> None:
     reward = build("weighted", {"parts": {"a": {"use": "exact"}, "b": {"use": "contains", "weight": 3.0}}})
     assert reward(answer("It is 4", answer="4")) == Score(3.0, [], {"a": 0.0, "b": 1.0})
 
@@ -158,7 +158,7 @@ def test_gate_multiplies_and_behind_a_shut_one_nothing_is_asked(gate: Any, behin
     assert shut.asked == 0
 
 
-def test_reward_that_belongs_in_a_thread_is_asked_where_the_call_is_made() -> None:
+def test_threaded_reward_is_asked_where_the_call_is_made() -> None:
     """An async gate is known only in the event loop, where a reward that may hang must not be called."""
     behind = Fixed(4.0, inline=False)
     result = GatedReward(Later(0.0), behind)(A)

@@ -45,7 +45,7 @@ async def idle() -> list[Load]:
     return [IDLE]
 
 
-def test_machine_is_watched_although_engines_do_not_report_their_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_is_watched_though_engines_report_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PERIOD", 0.0)
     seen: list[float] = []
 
@@ -65,7 +65,7 @@ def test_machine_is_watched_although_engines_do_not_report_their_load(monkeypatc
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_as_many_start_as_fit_for_certain_and_the_next_when_one_ends() -> None:
+def test_as_many_start_as_fit_and_the_next_at_an_end() -> None:
     async def play(limiter: AdaptiveConcurrency) -> None:
         tasks = await started(limiter, 10)
         assert done(tasks) == 2  # 10 episodes of 100 tokens fit, groups have 4
@@ -78,7 +78,7 @@ def test_as_many_start_as_fit_for_certain_and_the_next_when_one_ends() -> None:
     in_adaptive_room(play, idle)
 
 
-def test_nobody_starts_a_second_group_before_the_engines_were_asked_nor_while_weights_change() -> None:
+def test_no_second_group_starts_before_the_engines_were_asked() -> None:
     async def play(limiter: AdaptiveConcurrency) -> None:
         tasks = await started(limiter, 3)
         assert done(tasks) == 1
@@ -91,7 +91,7 @@ def test_nobody_starts_a_second_group_before_the_engines_were_asked_nor_while_we
     in_adaptive_room(play, idle, holding=True)
 
 
-def test_engines_that_cannot_tell_leave_the_decision_to_the_buffer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_silent_engines_leave_the_decision_to_the_buffer(capsys: pytest.CaptureFixture[str]) -> None:
     async def too_old() -> list[Load]:
         raise EngineError("engine 1 is too old")
 

@@ -68,7 +68,7 @@ def used_up(window: ConcurrencyWindow, said: Load, times: int = 1) -> float:
     return window.limit
 
 
-def test_it_starts_with_what_fits_doubles_until_the_engines_are_full_then_grows_slowly() -> None:
+def test_limit_doubles_until_engines_are_full_then_grows() -> None:
     window = ConcurrencyWindow(longest=1000)
     window.observe([load()], 1.0, 0.0)
     assert window.limit == 10
@@ -80,7 +80,7 @@ def test_it_starts_with_what_fits_doubles_until_the_engines_are_full_then_grows_
 
 
 @pytest.mark.parametrize(("used", "waiting", "grows"), [(3000, 0, True), (3000, 1, False), (9500, 0, False)])
-def test_one_engine_with_room_and_no_queue_is_reason_enough_to_grow(used: float, waiting: int, grows: bool) -> None:
+def test_one_engine_with_room_is_reason_to_grow(used: float, waiting: int, grows: bool) -> None:
     window = ConcurrencyWindow(longest=1000)
     used_up(window, load(3000))
     before = window.limit
@@ -90,14 +90,14 @@ def test_one_engine_with_room_and_no_queue_is_reason_enough_to_grow(used: float,
     assert (window.limit > before) is grows
 
 
-def test_an_engine_that_was_started_again_counts_from_nothing_and_is_no_waste() -> None:
+def test_restarted_engine_counts_from_nothing() -> None:
     window = ConcurrencyWindow(longest=100)
     for prefilled in (5000.0, 10.0, 20.0):
         window.observe([load(prefilled=prefilled, prefill_seconds=prefilled / 10)], 1.0, 10.0)
     assert window.wasted == 0.0
 
 
-def test_it_falls_once_for_what_is_in_play_when_every_queue_is_long() -> None:
+def test_limit_falls_once_when_every_queue_is_long() -> None:
     window = ConcurrencyWindow(longest=100)
     used_up(window, load(6000))
     before = window.in_play
@@ -107,7 +107,7 @@ def test_it_falls_once_for_what_is_in_play_when_every_queue_is_long() -> None:
     assert window.cuts == 1
 
 
-def test_it_falls_when_engines_prefill_again_and_not_when_they_prefill_what_is_new() -> None:
+def test_limit_falls_when_engines_prefill_again() -> None:
     for needed, cuts in ((1000.0, 0), (100.0, 1)):
         window = ConcurrencyWindow(longest=100)
         used_up(window, load(6000))
@@ -127,7 +127,7 @@ def test_a_burst_that_waits_to_be_prefilled_changes_nothing() -> None:
     assert window.limit == before
 
 
-def test_fewer_are_in_play_while_batches_pile_up_and_more_when_the_trainer_waits() -> None:
+def test_fewer_play_while_batches_pile_up() -> None:
     """The limit falls once in a generation: the groups that were outstanding when it fell show nothing of it."""
     window = ConcurrencyWindow(longest=100)
     used_up(window, load(1000))
@@ -154,7 +154,7 @@ def test_fewer_are_in_play_while_batches_pile_up_and_more_when_the_trainer_waits
     assert window.limit == window.engines
 
 
-def test_programs_start_a_few_for_each_core_and_fewer_while_the_machine_is_short() -> None:
+def test_programs_start_a_few_per_core_and_fewer_under_load() -> None:
     """Engines with room for all, whose limit alone would start everything at once."""
     window = ConcurrencyWindow(1)
     window.observe([load()], 1.0, 0.0)

@@ -39,7 +39,7 @@ def adapter_of(model: Path, only: str = "", **settings: object) -> Path:
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "mixtral", "deepseek-v3", "gpt_oss", "hy_v3"])
-def test_merged_weights_compute_what_peft_computes_and_all_others_keep_their_bytes(family: str, tmp_path: Path) -> None:
+def test_merged_weights_compute_what_peft_computes(family: str, tmp_path: Path) -> None:
     model, out = written(tmp_path / "hf", family), tmp_path / "merged"
     changed(model, **{name: tensor.float() for name, tensor in tensors(model).items()})
     adapter = adapter_of(model, only="(k|o|a|gate_up|down)_proj", rslora=True)
@@ -104,7 +104,7 @@ def test_a_pattern_that_backtracks_forever_is_refused(llama: Path, monkeypatch: 
         opened.rank_of("a" * 60)
 
 
-def test_adapters_of_stacked_experts_inside_a_model_that_sees_are_merged_as_peft_does(tmp_path: Path) -> None:
+def test_stacked_adapters_of_a_model_that_sees_are_merged(tmp_path: Path) -> None:
     """Those of Qwen3-VL-MoE, whose vision tower keeps its bytes."""
     model, out = tmp_path / "hf", tmp_path / "merged"
     tiny_vision.write(model, "qwen3_vl_moe", spread=0.15)
@@ -136,7 +136,7 @@ def test_merged_weights_keep_their_dtype(llama: Path) -> None:
     assert (out / "config.json").read_bytes() == (llama / "config.json").read_bytes()
 
 
-def test_experts_of_an_adapter_made_before_transformers_5_are_merged(tmp_path: Path) -> None:
+def test_experts_of_old_adapters_are_merged(tmp_path: Path) -> None:
     model, out = written(tmp_path / "hf", "qwen3-moe"), tmp_path / "merged"
     adapter = adapter_of(model, only="q_proj")
     file, name = adapter / "adapter_model.safetensors", "model.layers.1.mlp.experts.3.up_proj"
@@ -226,7 +226,7 @@ def checkpoint_of(model: Path, folder: Path, **settings: object) -> Path:
     return folder
 
 
-def test_adapters_of_a_run_become_a_peft_folder_and_weights_of_its_base(llama: Path, tmp_path: Path) -> None:
+def test_adapters_of_a_run_become_a_peft_folder(llama: Path, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(llama, tmp_path / "00000004", rslora=True)
     for source in (checkpoint, checkpoint / "policy"):
         assert main(["to-peft", str(source), str(tmp_path / "peft"), "--overwrite"]) == 0

@@ -192,7 +192,7 @@ def test_a_link_out_of_the_folder_is_not_followed(
     assert f"notes.txt is a link to {tmp_path / target}: put the file itself there" in line
 
 
-def test_links_into_the_blobs_of_hugging_faces_cache_are_followed(llama: Path, tmp_path: Path) -> None:
+def test_links_into_the_hub_cache_are_followed(llama: Path, tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0a"
     blobs.mkdir(parents=True)
     snapshot.parent.mkdir()
@@ -203,7 +203,7 @@ def test_links_into_the_blobs_of_hugging_faces_cache_are_followed(llama: Path, t
     assert main(["to-megatron", str(snapshot), str(tmp_path / "out")]) == 0
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+def test_too_small_disk_is_told_before_writing(
     llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(llama)._replace(free=1000)
@@ -211,7 +211,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     assert "GB left" in refused(capsys, 1, ["to-megatron", str(llama), str(llama.with_name("out"))])
 
 
-def test_when_the_new_folder_cannot_take_its_name_the_old_one_keeps_it(
+def test_failed_rename_leaves_the_old_folder_its_name(
     llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     between, _ = converted(llama)
@@ -227,9 +227,7 @@ def test_when_the_new_folder_cannot_take_its_name_the_old_one_keeps_it(
     assert (between / ".metadata").is_file()
 
 
-def test_a_conversion_killed_between_its_renames_costs_nothing_even_if_the_next_one_fails(
-    llama: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_conversion_killed_between_renames_costs_nothing(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     between, back = converted(llama)
     expected = described(back)
     back.rename(back.with_name("back.replaced"))

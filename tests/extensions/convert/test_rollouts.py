@@ -79,7 +79,7 @@ class Harm:
         ([sample(0, 0, loss_mask=[0, 0])], "selects no token"),
     ],
 )
-def test_what_no_recording_can_hold_is_refused_and_nothing_is_run(samples, told: str, tmp_path: Path, capsys) -> None:
+def test_what_no_recording_can_hold_is_refused(samples, told: str, tmp_path: Path, capsys) -> None:
     assert main(["from-slime", str(dump(tmp_path / "a.pt", 0, samples)), str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
     assert told in error
@@ -99,7 +99,7 @@ def test_files_that_are_no_dumps_are_refused(content: Any, tmp_path: Path, capsy
     assert "a.pt" in capsys.readouterr().err
 
 
-def test_exported_rows_hold_every_token_with_its_log_probability_and_version(tmp_path: Path, capsys) -> None:
+def test_exported_rows_hold_tokens_logprobs_and_versions(tmp_path: Path, capsys) -> None:
     masked = {"loss_mask": [1, 1, 0, 1], "rollout_log_probs": [-0.1, -0.75, 0.0, -1.0]}
     source = dump(tmp_path / "a.pt", 0, [sample(0, 0), sample(0, 2, **masked)])
     assert main(["from-slime", str(source), str(tmp_path / "run")]) == 0

@@ -35,7 +35,7 @@ def test_every_tensor_and_companion_comes_back_byte_for_byte(model: Path) -> Non
 
 
 @pytest.mark.parametrize("limit", [1, 3_000, 20_000])
-def test_files_stay_below_their_limit_and_the_index_names_each_tensor_once(llama: Path, limit: int) -> None:
+def test_files_keep_their_limit_and_the_index_names_all_once(llama: Path, limit: int) -> None:
     between, back = converted(llama, "--shard-gb", str(limit / 1e9))
     index = json.loads((back / "model.safetensors.index.json").read_text())
     files = sorted(back.glob("*.safetensors"))
@@ -63,7 +63,7 @@ def test_files_stay_below_their_limit_and_the_index_names_each_tensor_once(llama
     assert len(of_file) > 1
 
 
-def test_a_cast_casts_all_but_what_chooses_experts_and_config_says_so(tmp_path: Path) -> None:
+def test_cast_leaves_what_chooses_experts_and_says_so(tmp_path: Path) -> None:
     source = written(tmp_path / "hf", "glm4-moe")
     rewritten(source, torch_dtype="bfloat16")  # the field's name before transformers 5
     between, back = converted(source, "--dtype", "float32")
@@ -91,7 +91,7 @@ def test_mixed_precision_is_laid_out_without_holes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3"])
-def test_layers_of_multi_token_prediction_come_back_byte_for_byte(tmp_path: Path, name: str) -> None:
+def test_multi_token_layers_come_back_byte_for_byte(tmp_path: Path, name: str) -> None:
     source = written(tmp_path / "hf", name)
     add_drafts(source)
     between, back = converted(source)
@@ -117,7 +117,7 @@ def test_layers_that_config_does_not_name_are_left_out_and_named(
     assert tensors(back).keys() == tensors(source).keys() - further.keys()
 
 
-def test_a_folder_in_fp8_becomes_one_in_bfloat16_with_the_publishers_config(tmp_path: Path) -> None:
+def test_fp8_folder_becomes_bfloat16_with_its_config(tmp_path: Path) -> None:
     source, out = written(tmp_path / "hf", "deepseek-v3"), tmp_path / "plain"
     plain, name = tensors(source), "model.layers.0.mlp.gate_proj.weight"
     codes = {name: plain[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.full((1, 1), 2.0)}
@@ -213,7 +213,7 @@ class _Placed(Structure):
         ("deepseek-v3", "decoder.layers.2.mlp.linear_fc1.layer_norm_weight"),
     ],
 )
-def test_stacked_and_single_layers_and_both_spellings_of_norms_are_read(
+def test_stacked_and_single_layers_and_norms_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, norm: str
 ) -> None:
     source = written(tmp_path / "hf", name)
@@ -225,7 +225,7 @@ def test_stacked_and_single_layers_and_both_spellings_of_norms_are_read(
     assert described(tmp_path / "back") == described(source)
 
 
-def test_chunks_of_other_tensor_parallel_degrees_padding_and_optimizer_state_are_read(llama: Path) -> None:
+def test_chunks_of_other_tensor_parallel_degrees_are_read(llama: Path) -> None:
     """Megatron saves like this at TP=2: rows in two chunks, a padded vocabulary, and optimizer tensors."""
     between, back = converted(llama)
     expected = described(back)

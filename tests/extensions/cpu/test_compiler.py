@@ -74,7 +74,7 @@ for program in sys.argv[1:]:
         pytest.param(TRAINER, [BOTH, *(first + COMPILES for first in FIRST)], id="trainer"),
     ],
 )
-def test_a_process_on_a_cpu_imports_the_compiler_only_when_something_needs_it(program: str, rest: list[str]) -> None:
+def test_cpu_process_imports_the_compiler_only_when_needed(program: str, rest: list[str]) -> None:
     """A trainer can still compile: whatever is imported first, no module exists twice. Each is a fork of the same."""
     env = {**os.environ, "TORCHDYNAMO_DISABLE": "1" if program is ENGINE else "0"}
     command = [sys.executable, "-c", program + FORKS, *rest]

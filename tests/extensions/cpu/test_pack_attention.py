@@ -16,7 +16,7 @@ from tests.algo.packs import words
 ROOT = Path(__file__).parents[3]
 
 
-def test_attention_in_bfloat16_works_where_avx512_is_hidden_from_torch() -> None:
+def test_bfloat16_attention_works_where_avx512_is_hidden() -> None:
     """On a CPU with AVX-512; others are what the variable makes of it."""
     case = ["tests/trainer/test_gpu.py", "-k", "1-600-grouped-dtype1-cpu"]
     done = subprocess.run(

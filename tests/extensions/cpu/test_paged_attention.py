@@ -43,7 +43,7 @@ GROUPS = st.lists(
 
 
 @given(GROUPS, HEADS, st.integers(0, 3), SPECIAL, st.integers(0, 2**16))
-def test_siblings_that_share_cache_entries_attend_as_if_each_stood_alone(
+def test_siblings_sharing_cache_attend_as_if_alone(
     groups: list[tuple[int, list[int]]],
     heads: tuple[int, int],
     system: int,
@@ -82,7 +82,7 @@ def test_run_shares_no_more_than_all_of_its_requests_do() -> None:
     check(slots, [21] * 3, [1] * 3, (6, 2), draw)
 
 
-def test_layers_with_a_window_read_their_own_cache_and_their_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_layers_read_their_cache_and_their_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang keeps other entries of such layers, and translates the entries of the others."""
     parents = ("sglang", "sglang.srt", "sglang.srt.layers", "sglang.srt.layers.attention")
     for name in parents:

@@ -66,7 +66,7 @@ def dtypes(config: Config) -> tuple[str, str]:
     [(AVX2, ("float32", "float32")), (AMX, ("bfloat16", "bfloat16")), (MIXED, ("float32", "bfloat16"))],
     ids=["avx2", "amx", "mixed"],
 )
-def test_cpu_takes_what_it_multiplies_faster_each_side_for_itself(
+def test_each_side_takes_what_its_cpu_multiplies_faster(
     rates: Rates, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = resolved(rates, monkeypatch)
@@ -88,7 +88,7 @@ def test_gpus_take_bfloat16_and_are_not_measured(monkeypatch: pytest.MonkeyPatch
     assert {choice.why for choice in found.choices} == {"auto: it runs on GPUs"}
 
 
-def test_explicit_setting_is_obeyed_and_a_slow_one_is_told_with_factor_and_remedy(
+def test_slow_explicit_setting_is_obeyed_and_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = resolved(AVX2, monkeypatch, **{"trainer.dtype": "bfloat16", "engine.dtype": "float32"})
@@ -129,7 +129,7 @@ def test_engines_that_run_already_tell_theirs(monkeypatch: pytest.MonkeyPatch) -
     assert found.choices[1].why == "they tell"
 
 
-def test_slowest_machine_of_a_part_decides_for_all_its_ranks_and_only_those_machines_are_asked() -> None:
+def test_slowest_machine_of_a_part_decides_for_its_ranks() -> None:
     config = tiny_config(**AUTO, **{**JOB, "trainer.data_parallel": 2, "engine.count": 1})
     nodes = imagined(config, 4, 0)
     placement = place(config, nodes)
@@ -147,7 +147,7 @@ def test_slowest_machine_of_a_part_decides_for_all_its_ranks_and_only_those_mach
     assert set(asked["nodes"]) == trainers | engines
 
 
-def test_machine_that_does_not_answer_the_probe_is_named_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_machine_silent_at_the_probe_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_config(**AUTO, **JOB)
     nodes = imagined(config, 2, 0)
     machines = Measured(config, {node.name: AVX2 for node in nodes}, silent=[nodes[0].name])
@@ -159,7 +159,7 @@ def test_machine_that_does_not_answer_the_probe_is_named_with_the_remedy(capsys:
     assert "there is no time estimate" in capsys.readouterr().err
 
 
-def test_job_that_is_yet_to_come_is_assumed_to_take_the_larger_format() -> None:
+def test_future_job_is_assumed_to_take_the_larger_format() -> None:
     config = tiny_config(**AUTO)
     assert dtypes(precision.assumed(config, 0)) == ("float32", "float32")
     assert dtypes(precision.assumed(config, 8)) == ("bfloat16", "bfloat16")

@@ -16,7 +16,7 @@ from asyncrl.extensions.cpu.probe import Rates
 RATES = Rates("host", "cpu", {"bfloat16": 5e9, "float32": 6e10}, {"bfloat16": 9e10, "float32": 6e10}, 2, 1.9)
 
 
-def test_faster_format_may_differ_between_training_and_generating() -> None:
+def test_faster_format_may_differ_between_both_sides() -> None:
     assert RATES.faster("trainer") == "float32"
     assert RATES.faster("engine") == "bfloat16"
     assert RATES.slowdown("trainer", "bfloat16") == pytest.approx(12)
@@ -96,7 +96,7 @@ def test_cache_that_cannot_be_written_costs_only_time(
     assert "cannot save the measured rates" in capsys.readouterr().err
 
 
-def test_large_weights_are_shortened_and_small_ones_are_the_models_own() -> None:
+def test_large_weights_are_shortened_small_ones_are_original() -> None:
     assert probe.shortened(576, 1536) == (576, 1536)
     hidden, inner = probe.shortened(8192, 28672)
     assert hidden * inner == pytest.approx(probe.LARGEST, rel=0.01)

@@ -42,7 +42,7 @@ def test_hash_is_that_of_seed_position_and_column(seed: int) -> None:
     assert found.tolist() == expected
 
 
-def test_largest_of_gumbels_made_of_it_is_drawn_with_its_probability() -> None:
+def test_gumbel_maximum_is_drawn_with_its_probability() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
     uniform = murmur_hash32(torch.full((20_000,), 7), torch.arange(20_000), torch.arange(4)).double() / (2**32 - 1)
     gumbels = -torch.log(-torch.log(uniform.clamp(1e-12, 1 - 1e-12)))

@@ -27,7 +27,7 @@ def native(layer: Any, x: Tensor, chosen: Chosen, config: None) -> Tensor:
     return found
 
 
-def test_the_ranks_together_give_what_one_rank_gives_that_has_all_experts() -> None:
+def test_ranks_together_give_what_one_with_all_experts_gives() -> None:
     module = SimpleNamespace(moe_forward_native=native)
     _skip_experts_of_others(module)
     draw = torch.Generator().manual_seed(0)

@@ -24,7 +24,7 @@ def test_generalised_advantages_by_hand() -> None:
 
 @few
 @given(tables())
-def test_lambda_one_and_gamma_one_give_the_return_minus_the_value(table: LossRows) -> None:
+def test_lambda_one_and_gamma_one_give_return_minus_value(table: LossRows) -> None:
     rewards = table.turns.token_rewards()
     ends = table.sum_per_sample(rewards)[table.sample]
     before = torch.tensor(

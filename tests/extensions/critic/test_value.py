@@ -26,7 +26,7 @@ def test_without_a_clip_it_is_half_the_squared_error() -> None:
     assert value_loss(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([1.0]), None).tolist() == [2.0]
 
 
-def test_explained_variance_is_one_for_right_values_and_zero_for_a_constant() -> None:
+def test_explained_variance_is_one_if_right_zero_if_constant() -> None:
     returns = torch.tensor([1.0, 2.0, 4.0])
     assert explained_variance(returns, returns) == pytest.approx(1.0)
     assert explained_variance(torch.full((3,), 7.0), returns) == pytest.approx(0.0)

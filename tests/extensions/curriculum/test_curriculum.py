@@ -74,7 +74,7 @@ def test_impossible_weights_name_the_setting_and_what_was_given(
     assert caught.value.field == "curriculum.function"
 
 
-def test_progress_tells_version_weight_and_the_recent_groups_of_each_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_tells_version_weight_and_recent_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[CurriculumInput] = []
 
     def spy(told: CurriculumInput) -> dict[str, float]:

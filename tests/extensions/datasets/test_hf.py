@@ -31,7 +31,7 @@ def of_dataset(*overrides: str) -> FileTask:
     return made
 
 
-def test_a_folder_holds_the_splits_of_a_dataset_in_any_of_its_forms(tmp_path: Path) -> None:
+def test_folder_holds_splits_of_a_dataset_in_any_form(tmp_path: Path) -> None:
     """As the Hub has them, with a folder for each configuration, and as `datasets` saves them."""
     rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(4)]
     tests = [{"question": "held out?", "answer": "#### 0"}]
@@ -58,13 +58,13 @@ def test_a_folder_holds_the_splits_of_a_dataset_in_any_of_its_forms(tmp_path: Pa
 
 
 @pytest.mark.parametrize("split", ["test", "Test[:10]", "train+test", "test_easy"])
-def test_training_on_a_test_split_is_refused_and_evaluation_is_not(split: str) -> None:
+def test_training_on_a_test_split_is_refused(split: str) -> None:
     with pytest.raises(ConfigError, match=r"task.train_split: got .*useless for evaluation"):
         load(compose_values("experiment=tiny", "task=hf", "task.dataset=a/b", f"task.train_split='{split}'"))
     load(compose_values("experiment=tiny", "+task@eval.sets.x=hf", f"eval.sets.x.train_split='{split}'"))
 
 
-def test_a_dataset_that_cannot_be_loaded_says_the_command_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_dataset_names_the_command_that_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"task.dataset: got 'openai/gsm8k'. .*pip install 'asyncrl\[hf\]'"):
         of_dataset("task.dataset=openai/gsm8k")

@@ -30,7 +30,7 @@ def test_generator_question_follows_system_message_and_examples() -> None:
     assert question["messages"][-1] != task.question(4)["messages"][-1]
 
 
-def test_questions_of_a_generator_without_an_end_are_those_of_its_seed() -> None:
+def test_endless_generators_questions_follow_its_seed() -> None:
     task = gym(params={})
     assert task.size is None
     for index in (0, 7, EVAL_OFFSET + 3):
@@ -39,7 +39,7 @@ def test_questions_of_a_generator_without_an_end_are_those_of_its_seed() -> None
 
 
 @pytest.mark.parametrize("name", LISTING)
-def test_generator_that_lists_its_questions_when_it_is_made_has_no_end_either(name: str) -> None:
+def test_listing_generator_has_no_end_either(name: str) -> None:
     """Made for 2**31 questions gsm_symbolic takes all memory of the machine."""
     task = gym(name=name, params={}, shots=0)
     places = (0, 1, BLOCK - 1, BLOCK, EVAL_OFFSET, EVAL_OFFSET + BLOCK + 1)
@@ -49,7 +49,7 @@ def test_generator_that_lists_its_questions_when_it_is_made_has_no_end_either(na
     assert [again.question(index)["messages"][-1]["content"] for index in reversed(places)] == asked[::-1]
 
 
-def test_generator_rewards_are_0_or_1_whatever_partial_credit_it_gives() -> None:
+def test_generator_rewards_are_0_or_1() -> None:
     task = gym()
     question = task.question(0)
     right = str(question["answer"])

@@ -126,7 +126,7 @@ def test_a_small_change_is_a_small_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("again", [1, 2])
-def test_applied_twice_or_out_of_order_is_refused_and_changes_nothing(again: int, tmp_path: Path) -> None:
+def test_repeated_or_disordered_delta_is_refused(again: int, tmp_path: Path) -> None:
     trainer, now = Trainer(tmp_path, 10**6), weights(0)
     model = Model(now)
     orders = [trainer.write(1, now)]
@@ -179,7 +179,7 @@ def test_new_nan_and_changed_integers_are_sent_in_full() -> None:
         assert changed(tensor.view(torch.uint8), base, bucket) is None
 
 
-def test_what_must_arrive_together_is_named_together_even_if_only_one_changed() -> None:
+def test_what_must_arrive_together_is_named_together() -> None:
     pair = [f"model.layers.0.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj")]
     bucket = plan_buckets([(name, torch.float32, torch.Size([4])) for name in pair], 1000)[0]
     base = torch.zeros(48, dtype=torch.uint8)
@@ -228,7 +228,7 @@ def test_runs_in_which_a_delta_applies_to_nothing_are_refused(changes: dict[str,
     tiny_config(**{"cluster.placement": "shared", "weights.transport": "delta"})
 
 
-def test_names_that_the_extension_offers_are_those_of_transport_and_loader() -> None:
+def test_offered_names_are_those_of_transport_and_loader() -> None:
     offered = tiny_config(**{"weights.transport": "delta"}).transport
     assert offered is Delta.transports["delta"]
     assert imported(offered.path, "") is DeltaTransport

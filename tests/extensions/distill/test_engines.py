@@ -109,7 +109,7 @@ def scored(
 RIGHT = pytest.approx([-0.4, -0.5, -0.6])
 
 
-def test_request_prefills_from_the_token_before_and_writes_nothing() -> None:
+def test_request_prefills_from_before_and_writes_nothing() -> None:
     engine = Engine()
     found, scorer = scored(engine)
     assert found == RIGHT
@@ -150,7 +150,7 @@ def test_aborted_request_is_asked_again_and_a_refused_one_is_not() -> None:
         scored(Engine([final]))
 
 
-def test_engine_that_stays_away_is_given_up_after_the_deadline_with_its_last_words() -> None:
+def test_absent_engine_is_given_up_with_its_last_words() -> None:
     engine = Engine([503] * 1000)
     with pytest.raises(EngineError, match=r"no engine of the teacher answered for .*answered 503.*retry_timeout"):
         scored(engine, retry_timeout=0.3)
@@ -225,7 +225,7 @@ def test_no_more_requests_are_under_way_than_allowed() -> None:
     assert engine.most == 3
 
 
-def test_readiness_waits_for_every_engine_and_names_those_that_are_missing() -> None:
+def test_readiness_waits_for_all_and_names_the_missing() -> None:
     up, down = Engine(), Engine()
     down.up = False
 

@@ -40,7 +40,7 @@ def of(values: list[float]) -> Tensor:
 # --- the column ---------------------------------------------------------------------------------------------
 
 
-def test_teachers_column_goes_over_turns_and_samples_in_the_order_of_the_others() -> None:
+def test_teachers_column_has_the_order_of_the_others() -> None:
     made = build_table(
         [group([turn([-1.0, -2.0], [-0.1, -0.2]), turn([-3.0], [-0.3], [50])], [turn([-4.0], [-0.4])])], 1
     )
@@ -48,7 +48,7 @@ def test_teachers_column_goes_over_turns_and_samples_in_the_order_of_the_others(
     assert made.column("teacher").tolist() == [-0.1, -0.2, -0.3, -0.4]
 
 
-def test_without_a_teacher_there_is_no_column_and_half_a_column_is_an_error() -> None:
+def test_without_a_teacher_no_column_and_half_is_an_error() -> None:
     assert build_table([group([turn([-1.0], [])])], 1).teacher is None
     with pytest.raises(ValueError, match="scored 1 of the batch's 3 tokens"):
         build_table([group([turn([-1.0, -2.0], [])], [turn([-4.0], [-0.4])])], 1)
@@ -119,7 +119,7 @@ def true_gradient(logits: Tensor, teacher: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("place", ["advantage", "loss"])
-def test_both_forms_have_the_gradient_of_the_kl_to_the_teacher_also_on_stale_tokens(place: str, seed: int) -> None:
+def test_both_forms_have_the_gradient_of_the_kl_to_the_teacher(place: str, seed: int) -> None:
     logits, behaviour, teacher = policies(seed)
     at = logits.clone().requires_grad_()
     logprobs, rows = every_token(at, behaviour, teacher)
@@ -133,7 +133,7 @@ def test_both_forms_have_the_gradient_of_the_kl_to_the_teacher_also_on_stale_tok
     torch.testing.assert_close(at.grad, 2.0 * true_gradient(logits, teacher), rtol=1e-12, atol=1e-12)
 
 
-def test_engines_log_probabilities_in_the_place_of_the_policys_would_be_biased() -> None:
+def test_engines_logprobs_for_the_policys_would_be_biased() -> None:
     """The difference x must be measured with the policy: with mu, even the weighted gradient is wrong."""
     logits, behaviour, teacher = policies(0)
     at = logits.clone().requires_grad_()
@@ -146,9 +146,7 @@ def test_engines_log_probabilities_in_the_place_of_the_policys_would_be_biased()
 
 @pytest.mark.parametrize("temperature", [0.5, 1.7])
 @pytest.mark.parametrize("place", ["advantage", "loss"])
-def test_gradient_at_another_temperature_needs_the_teacher_at_temperature_1_alone(
-    place: str, temperature: float
-) -> None:
+def test_other_temperature_needs_the_teacher_at_1_alone(place: str, temperature: float) -> None:
     logits, behaviour, teacher = policies(2)
     at = logits.clone().requires_grad_()
     logprobs, rows = every_token(at / temperature, behaviour, teacher)
@@ -166,7 +164,7 @@ def test_gradient_at_another_temperature_needs_the_teacher_at_temperature_1_alon
     assert float((start - itself).abs().max()) < 1e-15
 
 
-def test_value_of_the_loss_is_the_kl_and_its_least_at_the_teacher() -> None:
+def test_loss_is_the_kl_and_least_at_the_teacher() -> None:
     logits, behaviour, teacher = policies(1)
     logprobs, rows = every_token(logits, behaviour, teacher)
     kl = float((behaviour.exp() * distillation_loss(logprobs, rows, 1.0)).sum())

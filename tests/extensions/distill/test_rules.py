@@ -52,7 +52,7 @@ def passes(tmp_path: Path, changes: dict[str, Any] | None = None, **teacher: Any
         ({"max_position_embeddings": 32}, r"context \(max_position_embeddings 32\).*engine.server_args.context_length"),
     ],
 )
-def test_teacher_of_another_vocabulary_or_a_shorter_context_is_refused(
+def test_teacher_of_other_vocabulary_or_context_is_refused(
     teacher: dict[str, Any], remedy: str, tmp_path: Path
 ) -> None:
     error = refused(tmp_path, **teacher)
@@ -61,7 +61,7 @@ def test_teacher_of_another_vocabulary_or_a_shorter_context_is_refused(
         raise error
 
 
-def test_teacher_of_the_same_vocabulary_passes_also_when_it_is_padded_further(tmp_path: Path) -> None:
+def test_teacher_with_a_padded_vocabulary_passes(tmp_path: Path) -> None:
     passes(tmp_path, vocab_size=16, max_position_embeddings=128)
 
 
@@ -92,7 +92,7 @@ def test_engines_elsewhere_have_a_layout_of_their_own(tmp_path: Path) -> None:
     passes(tmp_path, {"teacher.tensor_parallel": 3, "teacher.urls": ["http://gpu1:30000"]})
 
 
-def test_such_a_teacher_is_refused_as_soon_as_both_models_are_known(tmp_path: Path) -> None:
+def test_wrong_teacher_is_refused_once_both_models_are_known(tmp_path: Path) -> None:
     folders = {"model": folder(tmp_path / "model"), "teacher": folder(tmp_path / "teacher", vocab_size=7)}
 
     def prepared(*roles: str) -> Any:
@@ -177,7 +177,7 @@ def test_setting_that_needs_a_teacher_or_contradicts_it_is_named(
     assert (caught.value.field, caught.value.value) == (field, value)
 
 
-def test_other_temperatures_are_fine_where_each_token_answers_for_itself() -> None:
+def test_other_temperatures_pass_where_tokens_stand_alone() -> None:
     tiny_config(**{"teacher.model": "/t", "rollout.temperature": 0.7, "distill.coefficient": 1.0})
 
 
@@ -188,7 +188,7 @@ def test_pure_distillation_needs_no_siblings() -> None:
         tiny_config(**changes)
 
 
-def test_unset_the_teacher_is_the_model_that_training_starts_from() -> None:
+def test_unset_teacher_is_the_model_training_starts_from() -> None:
     values = compose_values("experiment=tiny", "teacher=sglang", "algo.kl.reference=teacher", "algo.kl.coefficient=0.1")
     assert load(values).teacher.model == "builtin:tiny"
     assert load(compose_values("experiment=tiny")).teacher.started == 0

@@ -55,7 +55,7 @@ def test_turns_get_the_teachers_of_their_own_tokens() -> None:
     assert found == [{"teacher": [-3.0, -4.0]}, {"teacher": [-7.0]}]
 
 
-def test_scoring_starts_at_the_first_token_of_the_policy_and_skips_empty_turns() -> None:
+def test_scoring_starts_at_the_policys_first_token() -> None:
     found, engines = taught([turn(), turn(5, 6, observation=[50]), turn()])
     assert engines.asked == [([12, 1, 11, 50, 5, 6], 4, "g7")]
     assert found == [{"teacher": []}, {"teacher": [-4.0, -5.0]}, {"teacher": []}]
@@ -67,7 +67,7 @@ def test_episode_without_a_token_is_not_asked_for() -> None:
     assert found == [{}]
 
 
-def test_failure_of_the_engines_is_the_episodes_with_a_reason_of_its_own() -> None:
+def test_failed_engines_fail_the_episode_by_a_reason() -> None:
     teacher = TeacherScorer(Scored(lambda _: EngineError("down")))
     with pytest.raises(EpisodeFailed, match="teacher: down") as caught:
         asyncio.run(teacher.annotate(PROMPT, Trajectory([turn(1)]), "g"))
@@ -86,7 +86,7 @@ def test_figures_have_the_names_of_the_metrics() -> None:
 # --- in the worker ------------------------------------------------------------------------------------------
 
 
-def test_every_committed_group_is_scored_and_siblings_ask_under_their_groups_name() -> None:
+def test_every_committed_group_is_scored_under_its_name() -> None:
     engines = Scored()
 
     async def main() -> None:
@@ -104,7 +104,7 @@ def test_every_committed_group_is_scored_and_siblings_ask_under_their_groups_nam
     assert len(engines.asked) >= 4 * 3
 
 
-def test_group_that_the_teacher_fails_is_rejected_for_it_and_nothing_is_lost() -> None:
+def test_group_that_the_teacher_fails_is_rejected_for_it() -> None:
     async def main() -> None:
         engines = Scored(lambda number: EngineError("down") if number == 2 else None)
         site = Site(hooks=[TeacherScorer(engines)])

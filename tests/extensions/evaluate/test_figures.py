@@ -43,7 +43,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer() -> None:
     assert sorted(name for name in found if name.startswith("pass@")) == ["pass@1", "pass@2", "pass@4", "pass@6"]
 
 
-def test_failed_attempts_are_left_out_and_a_question_without_answers_has_no_figure() -> None:
+def test_failed_attempts_are_left_out_of_figures() -> None:
     one = {"question": "q", "greedy": {"failed": "lost"}, "samples": [{"failed": "lost"}, answer(True), answer(False)]}
     assert values(one) == {
         "mean": 0.5,
@@ -55,7 +55,7 @@ def test_failed_attempts_are_left_out_and_a_question_without_answers_has_no_figu
     assert values({"question": "q", "greedy": {"failed": "lost"}, "samples": []}) == {}
 
 
-def test_majority_is_the_most_frequent_answer_with_ties_broken_in_expectation() -> None:
+def test_majority_breaks_ties_in_expectation() -> None:
     assert majority([answer(True, "4"), answer(False, "5"), answer(True, "4")]) == 1.0
     assert majority([answer(True, "4"), answer(False, "5"), answer(False, "5")]) == 0.0
     assert majority([answer(True, "4"), answer(False, "5"), answer(False, "6")]) == pytest.approx(1 / 3)
@@ -74,7 +74,7 @@ def test_votes_for_the_same_final_answer_count_together(one: str, other: str) ->
     assert final_answer(one) == final_answer(other) != ""
 
 
-def test_interval_of_a_mean_is_that_of_the_normal_law_where_it_holds() -> None:
+def test_interval_of_a_mean_is_that_of_the_normal_law() -> None:
     column = np.random.default_rng(1).normal(2.0, 3.0, 400)
     low, high = interval(column.tolist())
     half = 1.96 * column.std() / math.sqrt(len(column))
@@ -89,14 +89,14 @@ def binomial_quantile(count: int, share: float, level: float) -> int:
 
 
 @pytest.mark.parametrize(("right", "count"), [(15, 50), (120, 400), (0, 10), (10, 10)])
-def test_interval_of_verdicts_has_the_quantiles_of_the_binomial_law(right: int, count: int) -> None:
+def test_interval_of_verdicts_is_that_of_the_binomial_law(right: int, count: int) -> None:
     """A resampled set of verdicts has a binomial number of right ones. Of 4000 sets, some are one answer off."""
     low, high = interval([1.0] * right + [0.0] * (count - right))
     expected = [binomial_quantile(count, right / count, level) / count for level in (0.025, 0.975)]
     assert [low, high] == pytest.approx(expected, abs=1.001 / count)
 
 
-def test_interval_of_a_difference_is_that_of_the_questions_that_differ() -> None:
+def test_interval_of_a_difference_is_that_of_differing_ones() -> None:
     """Six of a hundred pairs differ, all in one direction: the sum of the differences is binomial."""
     first = [question(str(number), number < 50, []) for number in range(100)]
     second = [question(str(number), number < 56, []) for number in reversed(range(100))]
@@ -133,7 +133,7 @@ def test_pairing_finds_a_difference_that_unpaired_intervals_hide() -> None:
     assert differences(second, first)["accuracy"].verdict == "A is better"
 
 
-def test_two_models_that_are_as_good_differ_as_rarely_as_promised() -> None:
+def test_equal_models_differ_as_rarely_as_promised() -> None:
     drawn = np.random.default_rng(3)
     verdicts = []
     for _ in range(40):

@@ -160,7 +160,7 @@ def test_engines_load_the_checkpoint_that_is_the_model(tmp_path: Path, monkeypat
         preparation().find("model")
 
 
-def test_question_that_a_set_holds_twice_is_asked_twice_and_never_again(tmp_path: Path) -> None:
+def test_repeated_question_is_asked_that_often(tmp_path: Path) -> None:
     prompts = [Prompt(str(number), [1], {"messages": ["the same"]}, "copy3", number) for number in range(2)]
     asked_for: list[int] = []
 

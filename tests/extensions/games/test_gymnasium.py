@@ -55,7 +55,7 @@ def test_last_word_that_is_an_action_is_taken(text: str, state: str) -> None:
     assert env.step(text).state == state
 
 
-def test_answer_without_an_action_costs_its_penalty_and_changes_nothing() -> None:
+def test_answer_without_an_action_costs_its_penalty_alone() -> None:
     env = lake(invalid=-0.5)
     env.begin(0)
     step = env.step("I had rather not")

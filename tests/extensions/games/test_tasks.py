@@ -81,7 +81,7 @@ def test_environment_of_one_role_is_played_turn_by_turn() -> None:
     assert isinstance(agents(run, tasks.build_all(run), print)["2048-v0"], MultiTurn)
 
 
-def test_environment_of_several_roles_is_played_by_an_agent_that_is_told_them() -> None:
+def test_agent_is_told_the_roles_of_its_environment() -> None:
     run = config(**MATCHES["tictactoe"], agent=f"{__name__}:Everyone")
     agent: Any = agents(run, tasks.build_all(run), print)["TicTacToe-v0"]
     assert agent.roles == ["player-0", "player-1"]

@@ -56,7 +56,7 @@ def together(name: str, seed: int) -> Iterator[Any]:
 GAMES = [(alone, name) for name in ALONE] + [(together, name) for name in TOGETHER]
 
 
-def test_games_are_functions_of_their_seeds_whatever_plays_beside_them() -> None:
+def test_games_are_functions_of_their_seeds_alone() -> None:
     each = [(play, name, seed) for play, name in GAMES for seed in (1, 2, 3)]
     one_by_one = [list(play(name, seed)) for play, name, seed in each]
     beside: list[list[Any]] = [[] for _ in each]
@@ -152,7 +152,7 @@ def test_states_are_named_where_they_can_be_reached_again() -> None:
 # --- several players ----------------------------------------------------------------------------------------
 
 
-def test_players_take_turns_read_each_other_and_are_rewarded_at_the_end() -> None:
+def test_players_take_turns_and_are_rewarded_at_the_end() -> None:
     match = TextArenaMatch("TicTacToe-v0", system="Be brief.", rules="You are {player}.")
     assert match.roles == ["player-0", "player-1"]
     first = match.begin(0)

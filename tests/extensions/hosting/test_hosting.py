@@ -64,7 +64,7 @@ def test_environment_in_a_process_is_the_environment() -> None:
         ("reset", {"hangs"}, {"reset_timeout": 3.0}),
     ],
 )
-def test_each_fault_has_its_reason_and_the_next_episode_goes_well(
+def test_each_fault_has_its_reason_and_the_next_goes_well(
     where: str, faults: set[str], limits: dict[str, float]
 ) -> None:
     async def script(environments: EnvironmentPool) -> None:
@@ -86,7 +86,7 @@ def test_what_it_prints_is_no_fault_however_much() -> None:
     run(script)
 
 
-def test_those_that_share_a_process_with_one_that_hangs_are_told_so() -> None:
+def test_neighbours_of_a_hanging_environment_are_told() -> None:
     async def script(environments: EnvironmentPool) -> None:
         async with environments() as other:
             await other.reset({})  # type: ignore[misc]
@@ -152,7 +152,7 @@ def test_cancelled_episode_gives_its_environment_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "own"), [("Telling", {}), ("AsyncFaulty", {"hosted": True})])
-def test_what_would_stop_the_event_loop_and_what_shall_lives_in_a_process(kind: str, own: dict[str, bool]) -> None:
+def test_what_would_stop_the_event_loop_lives_in_a_process(kind: str, own: dict[str, bool]) -> None:
     async def script(environments: EnvironmentPool) -> None:
         async with environments() as env:
             await env.reset({})  # type: ignore[misc]
@@ -198,7 +198,7 @@ def test_warm_one_whose_process_has_died_is_given_to_nobody() -> None:
     run(script, warm=2)
 
 
-def test_as_many_are_made_ahead_as_shall_be_warm_also_while_they_are_being_made(tmp_path: Path) -> None:
+def test_as_many_are_made_ahead_as_shall_be_warm(tmp_path: Path) -> None:
     async def script(environments: EnvironmentPool) -> None:
         for _ in range(2):
             await until(lambda: len(environments._ready) == 3)
@@ -209,7 +209,7 @@ def test_as_many_are_made_ahead_as_shall_be_warm_also_while_they_are_being_made(
     assert len(list(tmp_path.glob("made-*"))) == 3 + 2
 
 
-def test_rewards_of_all_roles_and_what_is_due_at_the_end_are_numbers() -> None:
+def test_rewards_of_roles_and_dues_are_numbers() -> None:
     run(partial(rewards_are_numbers, hosted=True), kind="Telling", hosted=True)
 
 

@@ -55,7 +55,7 @@ def forged_png(width: int, height: int, *more: bytes) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + head + b"".join(more) + body + chunk(b"IEND", b"")
 
 
-def test_every_accepted_format_and_mode_becomes_a_png_file_in_rgb(decoder: DecodingProcesses) -> None:
+def test_every_accepted_format_becomes_a_png_in_rgb(decoder: DecodingProcesses) -> None:
     for form, modes in MODES.items():
         for mode in modes:
             found = decoder.begin(file(picture(mode), form)).result()

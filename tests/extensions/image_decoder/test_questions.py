@@ -195,7 +195,7 @@ class Requesting(Looking):
         return 1.0
 
 
-def test_linked_turns_continue_only_contexts_with_the_same_images(model: Path, vision: Vision) -> None:
+def test_linked_turns_continue_contexts_with_equal_images(model: Path, vision: Vision) -> None:
     engine = FakeEngine(echo())
     _, group = asyncio.run(played(Requesting(), model, vision, engine))
     names = [[(turn.begins, len(turn.images)) for turn in one.turns] for one in group.trajectories]
@@ -210,7 +210,7 @@ class Swapping:
         return Trajectory([Turn([], await generate(prompt.token_ids, images=[other]))], 1.0)
 
 
-def test_a_trajectory_with_other_images_than_the_engine_read_is_refused(model: Path, vision: Vision) -> None:
+def test_trajectory_with_unread_images_is_refused(model: Path, vision: Vision) -> None:
     with pytest.raises(EpisodeFailed, match="follows other images than the engine read"):
         asyncio.run(played(Swapping(), model, vision, FakeEngine(echo())))
 
@@ -226,7 +226,7 @@ class Sending:
         return chat.trajectory(1.0)
 
 
-def test_a_refused_image_of_an_agent_costs_its_group_and_reaches_no_engine(model: Path, vision: Vision) -> None:
+def test_refused_image_costs_its_group_and_no_request(model: Path, vision: Vision) -> None:
     engine = FakeEngine(echo())
     with pytest.raises(EpisodeFailed, match=r"agent_error: ImageRefused: .*nothing opens a path or an address"):
         asyncio.run(played(Sending(), model, vision, engine))

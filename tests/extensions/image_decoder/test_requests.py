@@ -42,7 +42,7 @@ def shown(data: object) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "image", "image": data}, {"type": "text", "text": "1"}]}]
 
 
-def test_requests_hold_one_placeholder_and_one_data_url_for_each_image(vision: Vision) -> None:
+def test_requests_hold_a_placeholder_and_data_url_per_image(vision: Vision) -> None:
     engine = FakeEngine(echo())
 
     async def play(client: GenerationClient) -> None:

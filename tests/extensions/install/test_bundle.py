@@ -114,7 +114,7 @@ def change(folder: Path, **fields: object) -> None:
     (folder / bundle.MANIFEST).write_text(json.dumps(manifest(folder) | fields))
 
 
-def test_what_is_installed_is_what_the_locks_pin_and_no_piece_is_too_large(made: Path, target: Path) -> None:
+def test_install_is_what_locks_pin_in_pieces_of_the_size(made: Path, target: Path) -> None:
     pieces = [made / piece["name"] for group in manifest(made)["groups"].values() for piece in group["pieces"]]
     assert {file.name for file in made.iterdir()} == {bundle.MANIFEST, manifest(made)["asyncrl"]["name"]} | {
         piece.name for piece in pieces
@@ -138,7 +138,7 @@ def test_groups_may_arrive_one_after_another(copied: Path, target: Path) -> None
     assert not (target / "alpha.py").exists()
 
 
-def test_code_of_other_architectures_is_zeroed_and_the_record_fits(made: Path, target: Path) -> None:
+def test_other_architectures_are_zeroed_and_the_record_fits(made: Path, target: Path) -> None:
     assert put(made, target, "--with", "trainer") == 0
     library = (target / "beta" / "library.so").read_bytes()
     assert library == LIBRARY.replace(b"A" * 64, bytes(64)).replace(b"C" * 64, bytes(64))
@@ -317,7 +317,7 @@ def test_every_package_of_the_locks_is_in_one_group() -> None:
     assert len(planned("--cpu", "--with", "engine,router,model")["trainer"]) < len(everything["trainer"])
 
 
-def test_torch_of_the_target_decides_what_is_left_out_and_what_fits() -> None:
+def test_target_torch_decides_what_is_left_out_and_fits() -> None:
     locked = planned("--with", "engine")
     assert any(line.startswith("nvidia-cublas==") for line in locked["trainer"])
     other = planned("--with", "engine", "--torch", "2.11.0")
@@ -362,9 +362,7 @@ def test_files_of_an_earlier_bundle_are_not_mixed_with_a_new_one(made: Path) -> 
         install.main(["--bundle", str(made)])
 
 
-def test_package_that_is_compiled_here_is_refused_for_another_python(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_package_is_refused_for_another_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     own = "cp" + bundle.PYTHON.replace(".", "")
     write_wheel(tmp_path, "zeta", {}, tag=f"{own}-{own}-linux_x86_64")
@@ -416,7 +414,7 @@ def test_trainer_of_a_bundle_imports_in_a_clean_environment(
     assert [Path(file).is_relative_to(site) for file in done.stdout.split()] == [True, True]
 
 
-def test_plan_of_the_gpu_benchmark_runs_from_a_bundle_beside_the_torch_of_the_machine(
+def test_gpu_benchmark_plan_runs_from_a_bundle(
     trainer: Path, machine: tuple[Path, dict[str, str]], tmp_path: Path
 ) -> None:
     """The second call installs nothing, and leaves out what the first one did."""

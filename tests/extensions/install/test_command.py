@@ -37,7 +37,7 @@ def test_install_failure_shows_the_command(monkeypatch, capfd):
     assert "--no-such-option-of-pip" in capfd.readouterr().err.splitlines()[-1]
 
 
-def test_install_tells_a_torch_without_its_libraries_from_a_failed_pip(monkeypatch, capsys):
+def test_torch_without_libraries_is_told_from_a_failed_pip(monkeypatch, capsys):
     def run(command, **_):
         return subprocess.CompletedProcess(command, returncode=0 if "pip" in command else 1)
 
@@ -46,7 +46,7 @@ def test_install_tells_a_torch_without_its_libraries_from_a_failed_pip(monkeypat
     assert "torch is installed but does not import" in capsys.readouterr().err
 
 
-def test_install_removes_a_replaced_package_before_its_successor_comes(monkeypatch):
+def test_replaced_package_is_removed_before_its_successor(monkeypatch):
     commands: list[list[str]] = []
 
     def note(command, **_):

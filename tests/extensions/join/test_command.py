@@ -58,9 +58,7 @@ def test_engine_that_the_run_does_not_have_cannot_leave(tmp_path: Path, capsys: 
     assert Registry(run_dir).leaving() == set()
 
 
-def test_engines_are_listed_with_who_started_them_and_what_they_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_engines_are_listed_with_owner_and_activity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = under_way(tmp_path / "run", here={"attached": ("http://127.0.0.1:9",)})
     registry = Registry(run_dir)
     registry.lease_of("http://127.0.0.1:1", host="node7").renew()
@@ -87,7 +85,7 @@ def test_engines_are_listed_with_who_started_them_and_what_they_do(
         ),
     ],
 )
-def test_machine_that_weights_or_requests_would_not_reach_is_refused(
+def test_machine_that_cannot_be_reached_is_refused(
     tmp_path: Path, run: dict[str, Any], address: str, field: str
 ) -> None:
     found = _Run(under_way(tmp_path / "run", **run))
@@ -108,7 +106,7 @@ def test_machine_that_they_reach_passes(tmp_path: Path) -> None:
     check_reach(_Run(under_way(tmp_path / "other", here=far)), Node("", "10.0.0.4", (), ()))
 
 
-def test_first_signal_asks_the_run_to_let_go_and_the_second_stops(tmp_path: Path) -> None:
+def test_first_signal_asks_to_let_go_and_the_second_stops(tmp_path: Path) -> None:
     run = _Run(under_way(tmp_path / "run"))
     keeper = EngineKeeper(run, {"http://127.0.0.1:1": "node7"})
     keeper.each_poll()
@@ -141,7 +139,7 @@ def test_numbers_of_engines_that_are_none_are_refused(tmp_path: Path, capsys: py
     assert "--count: got 0" in capsys.readouterr().err
 
 
-def test_engines_join_on_the_machines_of_the_job_around_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_join_on_machines_of_the_processs_job(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = tiny_config(extensions=JOB["extensions"])
     assert type(surrounding(alone)) is Cluster
     monkeypatch.setattr(Machines, "surrounds", lambda: True)

@@ -87,7 +87,7 @@ def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what it reads ------------------------------------------------------------------------------------------
 
 
-def test_request_is_a_chat_completion_with_question_answer_and_reference() -> None:
+def test_request_is_a_chat_completion_with_all_three_texts() -> None:
     engine = Engine("Right.\nScore: 10")
     score = judged(engine, max_tokens=50, fields={"chat_template_kwargs": {"enable_thinking": False}})
     assert score == Score(1.0, parts={"judge/vote_1": 1.0, "judge/spread": 0.0, "judge/asked_again": 0.0})
@@ -120,7 +120,7 @@ def test_braces_dollars_and_closing_tags_mean_nothing(text: str) -> None:
     assert f"\n{text}\n</answer " in engine.prompts[0]
 
 
-def test_mark_is_another_for_another_answer_and_the_same_for_all_votes() -> None:
+def test_mark_depends_on_the_answer_and_not_on_the_vote() -> None:
     engine = Engine("Score: 1")
     judged(engine, ask("a"), votes=3, temperature=1.0)
     judged(engine, ask("b"))
@@ -129,7 +129,7 @@ def test_mark_is_another_for_another_answer_and_the_same_for_all_votes() -> None
     assert len({mark[1] for mark in marks if mark}) == 2
 
 
-def test_reference_may_be_missing_and_conversations_keep_their_roles() -> None:
+def test_missing_reference_passes_and_roles_are_kept() -> None:
     engine = Engine("Score: 1")
     judged(engine, answer("x", messages=[{"role": "user", "content": "Hi"}]))
     judged(engine, ask("x", answer="SECRET"), answer_key=None)
@@ -139,7 +139,7 @@ def test_reference_may_be_missing_and_conversations_keep_their_roles() -> None:
     assert asked(answer("x", messages=messages)) == "user: Hi\n\nassistant: Yes?"
 
 
-def test_urls_may_be_set_later_and_none_at_all_ends_the_run_and_not_the_episode() -> None:
+def test_missing_urls_end_the_run_and_not_the_episode() -> None:
     engine = Engine("Score: 5")
 
     async def main() -> Score:
@@ -201,7 +201,7 @@ def test_majority_of_a_tie_is_the_lowest() -> None:
     assert judged(engine, votes=2, aggregate="majority", temperature=1.0).reward == pytest.approx(0.1)
 
 
-def test_vote_that_cannot_be_read_is_asked_for_again_at_another_temperature() -> None:
+def test_unreadable_vote_is_asked_again_at_a_temperature() -> None:
     engine = Engine("Well.", None, "Score: 5")
     score = judged(engine)
     assert (score.reward, score.parts["judge/asked_again"]) == (0.5, 2.0)
@@ -215,7 +215,7 @@ def failed(engine: Engine, **params: Any) -> EpisodeFailed:
     return caught.value
 
 
-def test_judge_whose_votes_cannot_be_read_has_failed_and_no_answer_gets_0_for_it() -> None:
+def test_judge_without_readable_votes_fails_and_gives_no_0() -> None:
     engine = Engine("I would rather not.")
     assert "no vote could be read in 3 attempts; the last answer ends in 'I would rather not.'" in str(failed(engine))
     assert len(engine.requests) == 3
@@ -314,7 +314,7 @@ def test_rubric_is_the_weighted_share_of_what_is_met() -> None:
     assert score.parts == pytest.approx({"one": 1.0, "criterion_2": 0.0, "says": 1.0, "rubric/met": 2 / 3})
 
 
-def test_weights_below_0_take_away_and_the_result_is_no_less_than_0() -> None:
+def test_negative_weights_take_away_down_to_0() -> None:
     assert by_rubric([{"criterion": "good", "weight": 4.0}, {"criterion": "good too", "weight": -1.0}]).reward == 0.75
     assert by_rubric([{"criterion": "good", "weight": 4.0}, {"criterion": "bad", "weight": -1.0}]).reward == 1.0
     assert by_rubric([{"criterion": "bad", "weight": 4.0}, {"criterion": "good", "weight": -1.0}]).reward == 0.0
@@ -361,7 +361,7 @@ def test_wrong_rubrics_are_named(params: dict[str, Any], field: str) -> None:
     assert caught.value.field == field
 
 
-def test_rubric_without_criteria_for_a_judge_has_none_and_is_as_its_rewards_are() -> None:
+def test_rubric_without_judged_criteria_is_its_rewards() -> None:
     rubric = RubricReward([{"use": "exact"}, {"use": "format", "params": {"pattern": "4"}, "weight": 3.0}])
     assert (rubric.inline, rubric.pure) == (False, True)
     result = rubric(ask("It is 4."))
@@ -382,7 +382,7 @@ def test_wrong_setting_is_named_with_its_field(use: str, params: dict[str, Any],
     assert caught.value.field == f"reward.params.{field}"
 
 
-def test_processes_that_build_rewards_know_the_judges_engines_and_no_others_do() -> None:
+def test_only_processes_that_build_rewards_know_the_judges() -> None:
     words = ["judge=sglang", "judge.model=/judge", "judge.dtype=float32", "+processes.count=2"]
     config = load(compose_values("experiment=tiny", *words))
     placement = place(config, imagined(config, 1, 0))

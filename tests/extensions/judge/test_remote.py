@@ -112,7 +112,7 @@ def test_each_form_sends_what_its_servers_read(form: str, request_: Any, reward:
     assert server.requests == [request_]
 
 
-def test_slimes_server_may_answer_an_object_and_the_key_names_the_reward() -> None:
+def test_slimes_server_may_answer_an_object_with_a_key() -> None:
     assert asking(Server({"score": 2, "reward": 9}, form="slime"), "abc", reward_key="score") == [2.0]
 
 
@@ -123,14 +123,14 @@ def test_record_of_parquet_with_dates_and_bytes_is_sent() -> None:
     assert server.requests[0]["answers"][0]["question"]["day"] == "2026-01-02"
 
 
-def test_concurrent_answers_share_batches_and_each_gets_its_own_reward() -> None:
+def test_concurrent_answers_share_batches_with_own_rewards() -> None:
     server = Server()
     texts = ["x" * length for length in range(1, 11)]
     assert asking(server, *texts, max_batch=4, max_wait=0.0) == [float(len(text)) for text in texts]
     assert [len(request["answers"]) for request in server.requests] == [4, 4, 2]
 
 
-def test_key_comes_from_the_environment_and_a_missing_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_comes_from_the_environment_or_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "secret")
     heard: list[str] = []
 
@@ -161,7 +161,7 @@ def test_no_more_requests_run_at_once_than_are_allowed() -> None:
     assert server.most == 3
 
 
-def test_requests_go_to_the_server_with_the_fewest_and_not_to_one_that_failed() -> None:
+def test_requests_go_to_the_least_busy_healthy_server() -> None:
     server = Server(form="single", hold=6)
     asking(server, *"abcdef", urls=URLS)
     assert sorted(server.asked) == ["one"] * 3 + ["two"] * 3
@@ -218,7 +218,7 @@ def test_fault_of_the_machinery_is_retried(fault: Reply) -> None:
         (httpx.Response(200, text='{"rewards": [Infinity]}'), "something other than a finite number: inf"),
     ],
 )
-def test_answer_that_is_no_reward_fails_the_episode_and_is_not_asked_again(fault: Any, text: str) -> None:
+def test_answer_that_is_no_reward_fails_the_episode_once(fault: Any, text: str) -> None:
     server = Server(fault)
     (failure,) = asking(server, "ab")
     assert isinstance(failure, EpisodeFailed)
@@ -235,7 +235,7 @@ def test_single_answer_that_is_no_reward_fails_the_episode(form: str, reply: Any
     assert failure.reason == "reward_model"
 
 
-def test_server_that_never_recovers_fails_the_episode_at_the_deadline_with_the_last_fault() -> None:
+def test_server_that_never_recovers_fails_at_the_deadline() -> None:
     (failure,) = asking(Server(*[httpx.ConnectError("nobody listens")] * 10_000), "ab", deadline=1.0)
     assert isinstance(failure, EpisodeFailed)
     assert failure.reason == "reward_model"
@@ -248,7 +248,7 @@ def test_server_that_hangs_fails_the_episode_at_the_deadline() -> None:
     assert str(failure) == "reward_model: no answer within 0.1 s, after 0 failed attempts"
 
 
-def test_batch_that_is_refused_is_asked_one_by_one_and_costs_the_guilty_alone() -> None:
+def test_refused_batch_is_asked_singly_and_costs_the_guilty() -> None:
     server = Server(httpx.Response(413), None, httpx.Response(413), None)
     found = asking(server, "a", "bb", "ccc", max_batch=3, max_running=1)
     assert (found[0], isinstance(found[1], EpisodeFailed), found[2]) == (1.0, True, 3.0)
@@ -340,7 +340,7 @@ def test_batch_goes_when_it_is_full_or_its_first_item_has_waited() -> None:
     assert sent == [[1, 2], [3, 4, 5]]
 
 
-def test_whoever_stops_waiting_is_left_out_and_the_last_one_ends_the_request() -> None:
+def test_one_who_leaves_is_left_out_and_the_last_ends_it() -> None:
     sent: list[list[int]] = []
     began, ended = asyncio.Event(), asyncio.Event()
 

@@ -54,7 +54,7 @@ def test_scores_at_the_borders(use: str, text: str, reference: Any, score: float
 
 
 @given(WORDS, WORDS)
-def test_fuzzy_is_symmetric_bounded_and_blind_to_what_squad_normalises(one: str, other: str) -> None:
+def test_fuzzy_is_symmetric_bounded_and_normalised(one: str, other: str) -> None:
     score = scored("fuzzy", one, other)
     assert 0 <= score <= 1
     assert score == scored("fuzzy", other, one)
@@ -90,7 +90,7 @@ def test_last_box_that_is_closed(text: str, inside: str | None) -> None:
 
 
 @pytest.mark.parametrize("use", ["fuzzy", "boxed", "choice"])
-def test_long_answers_made_to_be_slow_are_scored_in_the_event_loop(use: str) -> None:
+def test_slow_long_answers_are_scored_in_the_event_loop(use: str) -> None:
     """A rule of quadratic time would take minutes for 200,000 characters and block everything else."""
     reward = build(use, {})
     assert reward.inline

@@ -74,7 +74,7 @@ def test_answer_that_math_verify_raises_at_is_wrong_and_counted(site: Site) -> N
 
 
 @pytest.mark.integration
-def test_answer_that_takes_for_ever_scores_0_and_the_loop_goes_on(site: Site) -> None:
+def test_endless_answer_scores_0_and_the_loop_goes_on(site: Site) -> None:
     """A power tower is worked out in C, where no signal handler of Python's would be heard."""
 
     async def main() -> tuple[Score, int]:
@@ -167,7 +167,7 @@ def scored(reward: MathReward, *texts: str) -> list[Any]:
     return asyncio.run(main())
 
 
-def test_process_that_dies_is_started_once_more_and_then_the_episode_has_failed(tmp_path: Path) -> None:
+def test_dead_process_is_started_once_more_then_it_fails(tmp_path: Path) -> None:
     (failure,) = scored(MathReward(command=double(tmp_path, "os._exit(7)")), "4")
     assert isinstance(failure, EpisodeFailed)
     assert failure.reason == "reward_error"
@@ -181,7 +181,7 @@ def test_process_that_dies_once_costs_nothing(tmp_path: Path) -> None:
     assert [score.reward for score in scored(MathReward(command=double(tmp_path, body)), "4")] == [1.0]
 
 
-def test_cpu_time_that_is_spent_is_blamed_on_what_was_read_when_it_ran_out(tmp_path: Path) -> None:
+def test_spent_cpu_time_is_blamed_on_what_was_read_then(tmp_path: Path) -> None:
     body = "if request['answer'] != 'gold': say(stage='answer')\nos.kill(os.getpid(), signal.SIGPROF)"
     score, failure = scored(MathReward(command=double(tmp_path, body), workers=1), "4", "gold")
     assert (score.reward, score.parts["math/timeout"]) == (0.0, 1.0)
@@ -203,7 +203,7 @@ def test_no_more_processes_than_workers_and_each_is_used_again(tmp_path: Path) -
     assert starts(tmp_path) == 2
 
 
-def test_whoever_stops_waiting_ends_the_process_that_answers_and_the_next_has_a_new_one(tmp_path: Path) -> None:
+def test_one_who_leaves_ends_the_process_and_the_next_has_one(tmp_path: Path) -> None:
     body = f"if request['answer'] == 'hang': open({str(tmp_path / 'hangs')!r}, 'w'); time.sleep(60)\n"
     body += "say(stage='answer'); say(verdict='equal', detail='')"
     reward = MathReward(command=double(tmp_path, body), workers=1)

@@ -40,7 +40,7 @@ def test_time_of_an_episode_is_split_into_phases_and_calls() -> None:
     assert found.take_figures() == {}  # nothing has ended since
 
 
-def test_pass_rate_and_difficulty_count_what_was_played_to_its_end() -> None:
+def test_pass_rate_and_difficulty_count_whole_episodes() -> None:
     found = figures()
     for uid, rewards in {"a": [1, 1], "b": [0, 1, 1], "c": [0, 1], "d": [0, 0, 0, 1], "e": [0, 0]}.items():
         found(group(uid, *(episode(float(reward)) for reward in rewards)))
@@ -56,7 +56,7 @@ def test_pass_rate_and_difficulty_count_what_was_played_to_its_end() -> None:
     }
 
 
-def test_straggler_is_charged_with_what_the_batch_waited_for_it_alone() -> None:
+def test_straggler_is_charged_with_the_wait_it_caused() -> None:
     found = figures()
     slow = episode(0.0, Interval(DECODE, 0.0, 1.0), Interval(TOOL, 1.0, 20.0, "search"))
     waiting = episode(0.0, Interval(DECODE, 0.0, 1.0), Interval(WAITING, 1.0, 20.0))

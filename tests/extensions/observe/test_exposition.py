@@ -27,7 +27,7 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-def test_metrics_hold_the_state_the_timelines_and_the_newest_step(tmp_path: Path) -> None:
+def test_metrics_hold_state_timelines_and_newest_step(tmp_path: Path) -> None:
     hooks = observing(tmp_path)
     metrics = hooks.exposed
     metrics(group("a", episode(1.0, Interval(DECODE, 0.0, 2.0), Interval(TOOL, 2.0, 4.0, "search", outcome="down"))))

@@ -34,7 +34,7 @@ def made(**changes: object) -> dict[str, ProcessSpec]:
     return {spec.name: spec for spec in plan(config, replace(addresses(), **placement.urls()), placement, RUN_DIR)}
 
 
-def test_engines_and_router_send_their_spans_only_where_that_is_set() -> None:
+def test_engines_and_router_send_spans_only_where_set() -> None:
     assert not any("OTEL" in name or "RUST_LOG" in name for spec in made().values() for name in spec.env)
     assert not [word for spec in made().values() for word in spec.argv if "trace" in word]
     config = tiny_config(**{"observe.engines": True})
@@ -68,7 +68,7 @@ def test_engines_that_are_started_later_send_their_spans_too() -> None:
     assert flags(spec)["otlp-service-name"] == "engine-w-0"
 
 
-def test_requests_name_their_place_in_the_trace_only_where_somebody_continues_it() -> None:
+def test_requests_name_their_trace_only_where_continued() -> None:
     run = addresses()
 
     def headers(**changes: Any) -> Headers:

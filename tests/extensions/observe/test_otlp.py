@@ -39,7 +39,7 @@ def span(service: str = "engine-0", trace: str = TRACE, **attributes: Any) -> Sp
     return Span(service, "t", "Req", trace, "b" * 16, "c" * 16, 1000.25, 1001.5, attributes)
 
 
-def test_spans_arrive_as_they_were_sent_and_those_of_other_traces_do_not() -> None:
+def test_own_spans_arrive_as_sent_and_others_do_not() -> None:
     message = encoded(span(rid="r1", tokens=3), span("smg"), span(trace="0" * 24 + "12345678"))
     expected = EngineSpan("engine-0", "Req", TRACE, "b" * 16, "c" * 16, 1000.25, 1001.5, {"rid": "r1", "tokens": 3.0})
     found = received(message.SerializeToString(), RUN)
@@ -62,9 +62,7 @@ def test_what_is_malformed_or_too_long_is_left_out() -> None:
             received(junk, RUN)
 
 
-def test_engines_and_router_need_the_key_and_bad_messages_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_need_the_key_and_bad_messages_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.extensions.observe.hooks.MOST_BYTES", 4000)
     warnings: list[str] = []
     spans = f"127.0.0.1:{ports.free_port('127.0.0.1')}"
@@ -114,7 +112,7 @@ def record(number: int) -> GroupTimeline:
     return GroupTimeline(f"g{number}", number, "copy", "training", 0, 1.0, 2.0, "committed", [])
 
 
-def test_collector_gets_the_spans_of_all_processes_once_and_none_of_an_earlier_start(tmp_path: Path) -> None:
+def test_collector_gets_all_spans_of_this_start_once(tmp_path: Path) -> None:
     rollout = timeline.writer(tmp_path, "rollout")
     rollout.write(record(0))
     rollout.flush()
@@ -134,9 +132,7 @@ def test_collector_gets_the_spans_of_all_processes_once_and_none_of_an_earlier_s
     assert (group.trace_id.hex(), group.start_time_unix_nano) == (trace_id(RUN, "g1"), 10**9)
 
 
-def test_spans_that_the_collector_refuses_are_counted_and_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_spans_are_counted_and_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otlp, "CHUNK", 2)
     with collector([400, 400, 200]) as (endpoint, taken):
         warnings: list[str] = []

@@ -39,7 +39,7 @@ def spans(*records: timeline.Record) -> list[Span]:
     return [span for record in records for span in build.spans(record)]
 
 
-def test_header_of_a_request_names_its_span_also_when_requests_overlap_and_are_repeated() -> None:
+def test_header_names_its_span_when_requests_overlap() -> None:
     intervals = [
         Interval(PREFILL, 1.0, 2.0),
         Interval(QUEUED, 1.5, 1.6, ENGINE),

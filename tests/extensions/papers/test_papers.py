@@ -59,7 +59,7 @@ def test_opo_of_answers_of_one_length_is_dr_grpo(table: LossRows) -> None:
 
 @few
 @given(st.lists(st.booleans(), min_size=2, max_size=8))
-def test_pass_at_one_of_two_kinds_of_answers_is_grpo_with_the_biased_deviation(right: list[bool]) -> None:
+def test_pass_at_one_is_grpo_with_the_biased_deviation(right: list[bool]) -> None:
     table = make([1] * len(right), [float(one) for one in right])
     unbiased = math.sqrt(len(right) / (len(right) - 1))
     expected = [unbiased * value for value in estimated("grpo", table)]

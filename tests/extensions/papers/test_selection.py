@@ -61,7 +61,7 @@ def test_batch_without_tokens_or_without_a_gap_is_kept() -> None:
 
 @few
 @given(tables(), thresholds)
-def test_kept_tokens_meet_the_threshold_and_no_more_could_be_kept(table: LossRows, threshold: float) -> None:
+def test_kept_tokens_meet_the_threshold_and_are_the_most(table: LossRows, threshold: float) -> None:
     keep = least_deviating(table, threshold=threshold)
     log_ratio = table.proximal - table.behaviour
     outward = (log_ratio * table.advantages) > 0

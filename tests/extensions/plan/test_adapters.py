@@ -54,7 +54,7 @@ def rank(layout: ParallelLayout = ONE, **changes: object) -> dict[str, int]:
     return trainer_rank(WEIGHTS, SHAPE, layout, replace(TRAINING, **changes))  # type: ignore[arg-type]
 
 
-def test_what_is_trained_has_gradients_and_moments_and_the_base_its_weights_alone() -> None:
+def test_trained_weights_have_gradients_and_the_base_none() -> None:
     parts = rank()
     sizes = ("weights", "gradients", "masters", "moments")
     assert [parts[name] for name in sizes] == [2 * MINE, 4 * MINE, 4 * MINE, 8 * MINE]
@@ -62,7 +62,7 @@ def test_what_is_trained_has_gradients_and_moments_and_the_base_its_weights_alon
     assert rank(dtype="float32")["masters"] == 0
 
 
-def test_reset_copies_are_those_of_adapters_and_a_critic_has_a_base_of_its_own() -> None:
+def test_reset_copies_adapters_and_a_critic_has_its_base() -> None:
     """In place of its output layer the critic trains a value head."""
     plain, more = rank(), rank(frozen=1, critic=True)
     assert more["frozen weights"] == plain["weights"]
@@ -83,7 +83,7 @@ def test_tensor_parallel_ranks_share_one_matrix_of_each_adapter() -> None:
     assert rank(ParallelLayout(data=2))["moments"] == 8 * MINE // 2
 
 
-def test_experts_have_one_input_matrix_for_gate_and_up_and_routers_have_no_adapter() -> None:
+def test_experts_share_gate_and_up_and_routers_adapt_nothing() -> None:
     expert = [
         Weight(f"model.layers.0.mlp.experts.{n}.{name}.weight", size)
         for n in range(4)
@@ -101,7 +101,7 @@ def test_experts_have_one_input_matrix_for_gate_and_up_and_routers_have_no_adapt
     assert held(LORA.matrices(stacked), SHAPE, ParallelLayout(tensor=2, data=2, expert=2, expert_tensor=2), 0) == mine
 
 
-def test_a_frozen_layer_keeps_no_input_and_an_adapted_one_also_what_is_between_its_matrices() -> None:
+def test_frozen_layer_keeps_no_input_and_an_adapted_one_two() -> None:
     fused = replace(TRAINING, fused_norms=True)
     whole = layer_bytes(SHAPE, ONE, replace(fused, adapters=None), routed=False)
     assert layer_bytes(SHAPE, ONE, fused, routed=False) == whole + 2 * 7 * RANK
@@ -112,7 +112,7 @@ def test_a_frozen_layer_keeps_no_input_and_an_adapted_one_also_what_is_between_i
     assert layer_bytes(SHAPE, ONE, dropped, routed=False) == whole + 2 * 7 * RANK + 3 * HIDDEN + INNER
 
 
-def test_rows_are_gathered_between_the_matrices_of_column_parallel_layers() -> None:
+def test_rows_are_gathered_between_column_parallel_matrices() -> None:
     layout, fused = ParallelLayout(tensor=2, sequence=True), replace(TRAINING, fused_norms=True)
     whole, more = (layer_bytes(SHAPE, layout, replace(fused, adapters=one), routed=False) for one in (None, LORA))
     assert more == whole + 2 * RANK * (5 + 2 / 2)
@@ -120,7 +120,7 @@ def test_rows_are_gathered_between_the_matrices_of_column_parallel_layers() -> N
     assert buffers == [100 * HIDDEN * 2, 0]  # Megatron's function for frozen weights has none
 
 
-def test_stacked_matrices_of_a_layer_are_kept_by_each_micro_batch_in_flight() -> None:
+def test_stacked_matrices_are_kept_per_micro_batch() -> None:
     """Those of queries, keys and values, and of gate and up."""
     stacked = 2 * (3 * RANK * (HIDDEN + HIDDEN + 2 * KEYS) + 2 * RANK * (HIDDEN + 2 * INNER))
     for layout, layers in ((ONE, LAYERS), (ParallelLayout(pipeline=2), 2 * LAYERS // 2)):
@@ -129,7 +129,7 @@ def test_stacked_matrices_of_a_layer_are_kept_by_each_micro_batch_in_flight() ->
         assert activations(SHAPE, layout, replace(none, recompute=Recompute("full")), 0) == stacked
 
 
-def test_a_version_that_is_an_adapter_needs_no_bucket_and_a_quantized_base_the_usual_ones() -> None:
+def test_adapter_version_needs_no_bucket_of_its_own() -> None:
     assert rank(bucket=64)["publish buckets"] == 128
     assert rank(bucket=64, versions=True)["publish buckets"] == 0
     packed = replace(LORA, base_bytes=0.53125)
@@ -137,7 +137,7 @@ def test_a_version_that_is_an_adapter_needs_no_bucket_and_a_quantized_base_the_u
 
 
 @pytest.mark.parametrize("size", [0.53125, 1.03125])
-def test_a_quantized_base_holds_codes_and_scales_of_the_adapted_layers(size: float) -> None:
+def test_quantized_base_holds_codes_and_scales(size: float) -> None:
     linears = LAYERS * sum(rows * columns for rows, columns in LINEARS.values())
     rest = parameters(WEIGHTS).all - linears
     packed = round(linears * size)
@@ -156,7 +156,7 @@ def test_a_checkpoint_and_an_hf_folder_hold_the_adapters_alone() -> None:
     assert packed_base_bytes(WEIGHTS, TRAINING) == 0
 
 
-def test_roles_with_adapters_of_their_own_multiply_all_but_the_base() -> None:
+def test_roles_with_adapters_multiply_all_but_the_base() -> None:
     one, two = (replace(TRAINING, adapters=replace(LORA, count=count)) for count in (1, 2))
     before, after = (rank(adapters=training.adapters) for training in (one, two))
     for part in ("weights", "gradients", "masters", "moments"):
@@ -170,7 +170,7 @@ def test_roles_with_adapters_of_their_own_multiply_all_but_the_base() -> None:
         assert with_critic[1][part] - with_critic[0][part] == after[part] - before[part]
 
 
-def test_an_engine_has_a_slot_for_each_adapter_with_all_projections_of_a_layer() -> None:
+def test_engine_has_a_slot_with_all_projections_per_adapter() -> None:
     """As SGLang's LoRAMemoryPool: the input matrices are whole on each rank, except those of row-parallel layers, and
     keys and values are repeated on ranks beyond the heads."""
     part = {"dtype": "bfloat16", "tokens": 1, "adapters": LORA}

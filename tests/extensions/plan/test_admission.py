@@ -9,7 +9,7 @@ from asyncrl.schema import decode_batch
 from tests.rollout.service import Site, at
 
 
-def test_lead_and_concurrency_can_be_changed_and_more_groups_are_admitted_at_once() -> None:
+def test_raised_lead_admits_more_groups_at_once() -> None:
     async def play(site: Site) -> None:
         site.server.more = list(AdmissionRoute().routes(site.server, dict))
         site.connect()

@@ -222,7 +222,7 @@ def test_a_file_of_asyncrl_plan_is_used_kept_and_compared(tmp_path: Path) -> Non
         "model.path=/x",
     ],
 )
-def test_a_plan_of_somebody_else_sets_nothing_but_what_plans_choose(word: str, tmp_path: Path) -> None:
+def test_foreign_plan_sets_only_what_plans_choose(word: str, tmp_path: Path) -> None:
     """Neither the file of cluster.plan nor the one beside a checkpoint."""
     page = tmp_path / "theirs.json"
     row = {"samples_per_s": 1.0}
@@ -245,9 +245,7 @@ def test_a_file_that_holds_no_plan_is_refused(content: str, tmp_path: Path) -> N
         auto_plan.of_file(str(tmp_path / "plan.json"))
 
 
-def test_the_run_gets_the_planned_settings_and_its_folder_and_console_the_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_gets_the_planned_settings_and_keeps_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"samples_per_s": 2.0, "trainer_busy": 0.5, "staleness_mean": 1.0, "binds": "engine"}
     chosen, plan = tiny_config(**{"rollout.batch_groups": 3}), RunPlan("1 GPU", ["rollout.batch_groups=3"], row)
     monkeypatch.setattr(auto_plan, "plan_run", lambda preparation: (chosen, plan))

@@ -42,9 +42,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_recorded_runs_error_is_printed_and_its_own_engine_is_kept(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recorded_runs_error_is_printed_with_its_engine(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run), "gpus=8", "--simulate", "0"]) == 0
     told = capsys.readouterr().out
     assert "Uncertainty: the run itself is predicted with an error of" in told
@@ -58,9 +56,7 @@ def test_a_recorded_runs_error_is_printed_and_its_own_engine_is_kept(
     assert "engine.tensor_parallel=2" in capsys.readouterr().out.strip().splitlines()[-1]
 
 
-def test_memory_is_the_runs_own_where_the_trainer_is_and_computed_from_its_model_elsewhere(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_is_measured_where_trained_and_else_computed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def planned(*words: str) -> tuple[str, dict[str, Any]]:
         page = run / "plan.json"
         assert main([str(run), "gpus=8", *words, "--simulate", "0", "--json", str(page)]) == 0

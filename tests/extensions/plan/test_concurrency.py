@@ -41,7 +41,7 @@ FIXED = (0, 64, 256)
 """Episodes at once; 0: as many as the buffer admits."""
 
 
-def test_it_is_as_fast_as_the_best_fixed_number_of_each_world_and_no_fixed_number_suits_all() -> None:
+def test_limiter_is_as_fast_as_the_best_fixed_number() -> None:
     found = {world: played(world, None) for world in WORLDS}
     fixed = {world: [played(world, number) for number in FIXED] for world in WORLDS}
     shares = {world: found[world].tokens_per_s / max(one.tokens_per_s for one in fixed[world]) for world in WORLDS}

@@ -16,5 +16,5 @@ def test_documented_plans_are_those_of_the_laws_now(name: str) -> None:
 
 
 @pytest.mark.campaign
-def test_the_documented_plan_of_the_largest_model_is_that_of_the_laws_now() -> None:
+def test_documented_plan_of_the_largest_model_is_current() -> None:
     assert disagreements(LARGE) == []

@@ -65,7 +65,7 @@ def controller(
     return ElasticController(setting, BATCH, limits or ElasticLimits(1, 12), acts=acts, laws=toy)
 
 
-def test_engines_are_added_until_the_trainer_binds_and_each_decision_says_why() -> None:
+def test_engines_are_added_until_the_trainer_binds() -> None:
     found = world(controller(), 200)
     added = [one for one in found if one.action == "add_engine"]
     assert [(one.before, one.after) for one in added] == [(4, 8)]
@@ -76,7 +76,7 @@ def test_engines_are_added_until_the_trainer_binds_and_each_decision_says_why() 
     assert [(one.before, one.after) for one in one_by_one if one.action == "add_engine"] == [(4, 5)]
 
 
-def test_engines_that_are_not_missed_leave_and_the_lead_that_nobody_needs_falls() -> None:
+def test_unneeded_engines_leave_and_the_lead_falls() -> None:
     found = world(controller(setting=replace(FIRST, engines=12)), 400)
     assert {one.action for one in found} <= {"remove_engine", "lower_lead"}
     *_, last = (one.after for one in found if one.action == "remove_engine")
@@ -85,7 +85,7 @@ def test_engines_that_are_not_missed_leave_and_the_lead_that_nobody_needs_falls(
 
 @settings(max_examples=examples(10), deadline=None)
 @given(engines=st.integers(1, 12), rate=st.floats(50, 700), most=st.integers(1, 12))
-def test_decisions_end_under_a_constant_load_without_turning_round(engines: int, rate: float, most: int) -> None:
+def test_decisions_end_under_a_constant_load(engines: int, rate: float, most: int) -> None:
     found = world(controller(ElasticLimits(1, max(most, engines)), replace(FIRST, engines=engines)), 300, rate)
     for field in ("engine", "lead"):
         assert len({one.action for one in found if one.action.endswith(field)}) <= 1
@@ -95,7 +95,7 @@ def test_decisions_end_under_a_constant_load_without_turning_round(engines: int,
 
 @settings(max_examples=examples(10), deadline=None)
 @given(seed=st.integers(0, 2**32), noise=st.floats(0.0, 1.0), contrary=st.booleans())
-def test_noise_turns_decisions_round_no_more_often_than_its_logarithm(seed: int, noise: float, contrary: bool) -> None:
+def test_noise_turns_decisions_only_logarithmically_often(seed: int, noise: float, contrary: bool) -> None:
     """Seconds, waits and lengths are drawn. A contrary world makes the opposite of the last decision look right."""
     draw, steps, found = random.Random(seed), 300, list[ElasticDecision]()
     one = controller()
@@ -118,7 +118,7 @@ def test_noise_turns_decisions_round_no_more_often_than_its_logarithm(seed: int,
         assert after.step - before.step > FIRST.max_staleness  # the pipeline has turned over since
 
 
-def test_nothing_is_given_back_before_it_is_known_that_lengths_do_not_grow_and_no_lead_while_they_do() -> None:
+def test_nothing_is_given_back_while_lengths_may_grow() -> None:
     def found(growth: float) -> list[ElasticDecision]:
         one, decisions = controller(setting=replace(FIRST, engines=12)), list[ElasticDecision]()
         for step in range(1, 200):
@@ -133,7 +133,7 @@ def test_nothing_is_given_back_before_it_is_known_that_lengths_do_not_grow_and_n
     assert {one.action for one in found(0.01)} == {"remove_engine"}  # the toy laws know no lengths
 
 
-def test_engines_that_make_less_than_is_trained_are_joined_by_others_before_the_trainer_waits() -> None:
+def test_slow_engines_are_joined_before_the_trainer_waits() -> None:
     one, decisions = controller(), list[ElasticDecision]()
     for step in range(1, 40):  # four engines make half of what the trainer takes from batches that were ready
         groups = [GROUP] * BATCH
@@ -146,7 +146,7 @@ def test_engines_that_make_less_than_is_trained_are_joined_by_others_before_the_
     assert "the trainer waits 0% of the time, the engines make 64% of what is trained" in first.reason
 
 
-def test_engines_are_added_for_a_faster_trainer_while_lengths_grow_and_not_otherwise() -> None:
+def test_faster_trainer_gets_engines_only_while_lengths_grow() -> None:
     """The laws promise more than engines with full caches do."""
 
     def added(growth: float, engines: int) -> list[float]:
@@ -177,7 +177,7 @@ def test_prompts_that_were_measured_are_those_of_the_laws() -> None:
     assert set(prompts) == {5.0, 50.0}
 
 
-def test_no_engine_leaves_while_the_trainer_waits_whatever_the_laws_say() -> None:
+def test_no_engine_leaves_while_the_trainer_waits() -> None:
     one = controller(ElasticLimits(1, 14), replace(FIRST, engines=14))  # fast engines, if they were as expected
     for step in range(1, 60):
         groups = [GROUP] * BATCH
@@ -185,7 +185,7 @@ def test_no_engine_leaves_while_the_trainer_waits_whatever_the_laws_say() -> Non
         assert decision is None or decision.action not in ("remove_engine", "lower_lead")
 
 
-def test_no_decision_is_made_until_the_last_one_has_taken_effect_or_was_given_up() -> None:
+def test_no_decision_before_the_last_one_took_effect() -> None:
     one = controller(ElasticLimits(1, 12, settle_seconds=500.0))
     (first, *_) = world(one, 14)
     assert first.action == "add_engine"
@@ -236,7 +236,7 @@ def outcome(
     return simulate_elastic(workload, setting, steps, limits if elastic else None, 60.0, ties)
 
 
-def test_answers_that_grow_fourfold_cost_less_than_a_twentieth_of_the_engines_that_hindsight_chooses() -> None:
+def test_fourfold_answers_cost_a_twentieth_over_hindsight() -> None:
     """The trainer keeps its devices, as in every real run: engines join, and hindsight has all of them from the start.
     Which of equal engines gets a group changes a run by some percent, so that a seed counts as a mean of draws."""
     found = list[float]()
@@ -249,7 +249,7 @@ def test_answers_that_grow_fourfold_cost_less_than_a_twentieth_of_the_engines_th
     assert min(found) >= 0.95, found
 
 
-def test_devices_that_move_make_up_for_growth_as_well_as_the_split_that_hindsight_chooses() -> None:
+def test_moved_devices_make_up_for_growth_as_hindsight_does() -> None:
     fixed = {engines: outcome(4.0, engines, 100).tokens_per_s for engines in (3, 4, 5)}
     moved = outcome(4.0, 3, 100, elastic=True)
     assert moved.tokens_per_s > 0.95 * max(fixed.values())
@@ -264,7 +264,7 @@ def test_stationary_lengths_cost_at_most_a_fiftieth() -> None:
     assert outcome(1.0, 3, STEPS, elastic=True).tokens_per_s > 0.98 * fixed[3]
 
 
-def test_lead_and_concurrency_that_limit_a_run_are_raised_while_no_engine_can_be_added() -> None:
+def test_lead_and_concurrency_rise_without_further_engines() -> None:
     workload = SimulatedWorkload(Lengths(300, 0.6, 2000, 8).episodes(), 16)
     few = replace(split(4), train_rate=6000.0, max_staleness=4, lead=4, in_play=48)
     slow = replace(few, lead=1, in_play=0)
@@ -279,7 +279,7 @@ def test_lead_and_concurrency_that_limit_a_run_are_raised_while_no_engine_can_be
 
 @settings(max_examples=examples(6), deadline=None)
 @given(seed=st.integers(0, 2**32), turns=st.sampled_from([1.0, 3.0]))
-def test_engines_that_come_and_go_lose_no_token_and_keep_the_bound(seed: int, turns: float) -> None:
+def test_engines_that_come_and_go_lose_no_token(seed: int, turns: float) -> None:
     draw, played = random.Random(seed), dict[int, float]()
     episodes = Lengths(60, 0.9, 400, 2, turns=turns, tool_seconds=turns - 1).episodes()
 

@@ -24,7 +24,7 @@ def window(steps: list[StepObservation]) -> StepWindow:
     return found
 
 
-def test_engines_that_fall_behind_lack_before_the_trainer_waits_and_one_batch_is_chance() -> None:
+def test_lagging_engines_are_seen_before_the_trainer_waits() -> None:
     behind = window([seen(step, made=0.5) for step in range(10)])
     assert (behind.waits, behind.made) == (0.0, pytest.approx(0.6))  # five batches, and one by chance
     assert behind.lacks == pytest.approx(0.4)
@@ -59,7 +59,7 @@ def test_lengths_that_shrink_or_are_hardly_known_do_not_grow() -> None:
     assert not few.trend_known
 
 
-def test_noise_without_a_trend_counts_as_growth_in_about_a_sixth_of_cases() -> None:
+def test_trendless_noise_counts_as_growth_a_sixth_of_times() -> None:
     """Growth is the slope less its standard error: of chance slopes, a sixth exceed that."""
     draw = random.Random(0)
     grows = [

@@ -75,7 +75,7 @@ def test_requests_end_when_an_exact_sharing_of_the_batch_says(jobs: list[tuple[i
 
 @settings(max_examples=200)
 @given(JOBS, st.integers(120, 400), st.integers(0, 40))
-def test_a_small_cache_is_never_overrun_and_everything_is_written_once(
+def test_small_cache_is_never_overrun_and_all_is_written(
     jobs: list[tuple[int, float]], kv_tokens: int, context: int
 ) -> None:
     shape = EngineShape(0.01, 0.002, 8, kv_tokens, 1000.0)
@@ -97,14 +97,14 @@ def test_a_small_cache_is_never_overrun_and_everything_is_written_once(
     assert engine.prefilled >= len(jobs) * context - 1e-6
 
 
-def test_a_retracted_request_is_prefilled_with_what_it_had_written() -> None:
+def test_retracted_request_is_prefilled_with_what_it_wrote() -> None:
     engine = SimulatedEngine(EngineShape(0.01, 0.0, 8, 200, 1e9))
     run(engine, [(0.0, SimulatedRequest(100.0, 10)), (0.1, SimulatedRequest(100.0, 10))])
     assert engine.retractions == 1
     assert 20 + 60 < engine.prefilled < 20 + 100
 
 
-def test_what_lies_in_the_cache_is_not_prefilled_and_goes_when_room_is_needed() -> None:
+def test_cached_tokens_are_not_prefilled_until_evicted() -> None:
     engine = SimulatedEngine(EngineShape(0.01, 0.0, 8, 1000, 1e9))
     siblings = [SimulatedRequest(10.0, 100, ("p", 100), session=i) for i in range(4)]
     run(engine, [(0.0, job) for job in siblings])

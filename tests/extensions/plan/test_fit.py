@@ -124,7 +124,7 @@ def metrics_alone(run: Path, varied: bool) -> list[dict[str, float]]:
     return found
 
 
-def test_metrics_alone_tell_speeds_and_mean_length_and_the_fit_says_what_they_do_not(run: Path) -> None:
+def test_metrics_tell_speeds_and_the_fit_names_the_rest(run: Path) -> None:
     metrics_alone(run, varied=True)
     found = fit(run)
     assert found.notes == [PROMPTS, UNKNOWN]
@@ -135,7 +135,7 @@ def test_metrics_alone_tell_speeds_and_mean_length_and_the_fit_says_what_they_do
     assert not {"sigma", "alike", "tool_seconds"} & found.fields.keys()
 
 
-def test_constant_concurrency_does_not_tell_what_a_larger_batch_costs(run: Path) -> None:
+def test_constant_concurrency_hides_the_cost_of_a_batch(run: Path) -> None:
     steps = metrics_alone(run, varied=False)
     found = fit(run)
     assert CONSTANT in found.notes
@@ -182,7 +182,7 @@ AGAIN = [*request(0, 2), Interval(TOOL, 2, 4), Interval(RETRY, 4, 5, "environmen
 @pytest.mark.parametrize(
     ("intervals", "turns", "seconds"), [(CUT, 1, 0.0), (OVERTAKEN, 1, 0.0), (TWO_TURNS, 2, 3.0), (AGAIN, 1, 0.0)]
 )
-def test_turns_are_requests_that_were_answered_and_an_outage_is_no_tool(
+def test_turns_are_answered_requests_and_no_outage_a_tool(
     intervals: list[Interval], turns: int, seconds: float
 ) -> None:
     episode = EpisodeTimeline(0.0, 100, intervals)
@@ -191,7 +191,7 @@ def test_turns_are_requests_that_were_answered_and_an_outage_is_no_tool(
     assert outside(episode) == seconds
 
 
-def test_tokens_of_a_continued_answer_are_those_after_the_first_of_each_request() -> None:
+def test_continued_answers_count_tokens_behind_the_first() -> None:
     episodes = [EpisodeTimeline(0.0, 42, CUT)] * 4
     group = GroupTimeline("g", 0, "t", "training", 0, 0.0, 9.0, "committed", episodes)
     per_token, per_request = engine_times([group], 1)
@@ -237,7 +237,7 @@ def test_engines_are_those_that_served_and_a_change_is_noted(run: Path) -> None:
         fit(run)
 
 
-def test_tasks_with_other_group_sizes_are_noted_and_their_mean_is_taken(run: Path) -> None:
+def test_other_group_sizes_are_noted_and_averaged(run: Path) -> None:
     writer = timeline.writer(run, timeline.ROLLOUT)
     for number in range(8):
         episodes = [EpisodeTimeline(0.0, 100, request(0, 1))] * (2 if number % 2 else 6)
@@ -249,7 +249,7 @@ def test_tasks_with_other_group_sizes_are_noted_and_their_mean_is_taken(run: Pat
 
 
 @pytest.mark.parametrize("slope", [0.0, -1e-4, 1e-5])
-def test_trainer_whose_steps_do_not_tell_its_parts_apart_is_not_infinitely_fast(run: Path, slope: float) -> None:
+def test_indistinct_steps_make_no_infinitely_fast_trainer(run: Path, slope: float) -> None:
     """The noise is far larger than what the tokens explain."""
     noise, steps = [0.5, -0.5, -0.5, 0.5], metrics_alone(run, varied=True)
     for number, step in enumerate(steps):
@@ -262,7 +262,7 @@ def test_trainer_whose_steps_do_not_tell_its_parts_apart_is_not_infinitely_fast(
     assert TRAINER in fit(run).notes
 
 
-def test_run_of_an_earlier_version_has_the_defaults_of_what_did_not_exist(run: Path) -> None:
+def test_earlier_run_has_defaults_of_what_came_later(run: Path) -> None:
     metrics_alone(run, varied=True)
     whole, values = fit(run).settings, json.loads((run / "config.json").read_text())
     for name in (
@@ -281,7 +281,7 @@ def test_run_of_an_earlier_version_has_the_defaults_of_what_did_not_exist(run: P
     assert fit(run).settings == whole
 
 
-def test_run_in_progress_is_read_up_to_its_last_whole_step_and_what_is_missing_is_named(run: Path) -> None:
+def test_run_in_progress_is_read_to_its_last_whole_step(run: Path) -> None:
     steps = metrics_alone(run, varied=True)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"time/step": 1')

@@ -39,7 +39,7 @@ def test_tiny_run_is_estimated_from_its_model_and_task() -> None:
     assert found[0].engines == found[1].engines
 
 
-def test_sides_that_do_not_run_on_a_measured_cpu_are_not_estimated() -> None:
+def test_sides_off_a_measured_cpu_are_not_estimated() -> None:
     folder = catalog.resolve("builtin:tiny")
     hf = json.loads((folder / "config.json").read_text())
     config = tiny_config()
@@ -56,7 +56,7 @@ def prepared(config: Config, run_dir: Path) -> Preparation:
     return made
 
 
-def test_summary_tells_the_choices_and_compares_the_estimate_with_the_truth(tmp_path: Path) -> None:
+def test_summary_compares_the_estimate_with_the_truth(tmp_path: Path) -> None:
     config = tiny_config()
     hooks, run = PlanHooks(), prepared(config, tmp_path)
     hooks._expected = Estimate(1.0, 2.0, 2.0, 300.0, steps=100)
@@ -91,7 +91,7 @@ def test_groups_of_a_mixture_have_their_mean_size(tmp_path: Path) -> None:
     assert forecast.workload(load(values), tmp_path).group_size == 7.0
 
 
-def test_common_beginning_of_prompts_is_counted_in_tokens_and_not_in_messages(tmp_path: Path) -> None:
+def test_common_beginning_is_counted_in_tokens(tmp_path: Path) -> None:
     task: Any = Questions()
     common, further = forecast._prompt_tokens(
         tiny_config(), tmp_path, {"task": task}

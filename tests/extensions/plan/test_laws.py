@@ -23,7 +23,7 @@ def test_the_published_calibration() -> None:
     assert 18 <= engines <= 22
 
 
-def test_slack_everywhere_reaches_the_bound_and_nothing_exceeds_it() -> None:
+def test_slack_everywhere_reaches_the_bound_and_no_more() -> None:
     shape, lengths = EngineShape(0.01, 0.0005, 16), Lengths(100, 0.5, 400, 4)
     mean = sum(one.tokens for number in range(400) for one in lengths.group(number)) / 1600
     bound, engines = bottleneck_bound(6, shape, 400.0, 0.2, 32 * mean)
@@ -64,7 +64,7 @@ def test_prompts_as_long_as_answers_or_longer_are_in_the_laws(sigma: float, prom
     assert without > 1.1 * found
 
 
-def test_a_law_that_allows_what_trainer_and_engines_do_has_no_limit() -> None:
+def test_law_that_allows_both_sides_has_no_limit() -> None:
     """A limit that equals theirs would say that there is no headroom."""
     shape, lengths = EngineShape(0.01, 0.0005, 16), Lengths(100, 0.5, 400, 4)
     workload, sample = SimulatedWorkload(lengths.episodes(), 8), LengthSample.of(lengths.group)
@@ -75,7 +75,7 @@ def test_a_law_that_allows_what_trainer_and_engines_do_has_no_limit() -> None:
     assert law.limits["engines"] > law.limits["trainer"] == law.samples_per_s
 
 
-def test_the_law_that_binds_is_named_and_staleness_is_the_lead_less_what_waits() -> None:
+def test_binding_law_is_named_and_staleness_is_lead_less_wait() -> None:
     shape, lengths = EngineShape(0.01, 0.0005, 16), Lengths(100, 0.5, 400, 4)
     workload, sample = SimulatedWorkload(lengths.episodes(), 8), LengthSample.of(lengths.group)
 
@@ -93,7 +93,7 @@ def test_the_law_that_binds_is_named_and_staleness_is_the_lead_less_what_waits()
 
 
 @pytest.mark.parametrize("in_play", [32, 64, 128])
-def test_a_limit_of_concurrency_lowers_throughput_and_staleness_as_simulated(in_play: int) -> None:
+def test_concurrency_limit_lowers_both_as_simulated(in_play: int) -> None:
     lengths = Lengths(400, 0.9, 3000, 4)
     workload, sample = SimulatedWorkload(lengths.episodes(), 16), LengthSample.of(lengths.group)
     setting = Setting(2, 1e9, 8, 4, in_play=in_play, shape=EngineShape(0.01, 0.0005, 32))
@@ -131,7 +131,7 @@ def test_what_training_in_parts_gives_is_as_simulated(bound: int) -> None:
     assert rates[1][1] > 1.03 * rates[0][1]
 
 
-def test_with_slack_the_lead_limits_what_is_in_flight_as_simulated() -> None:
+def test_lead_limits_what_is_in_flight_as_simulated() -> None:
     lengths = Lengths(400, 0.6, 3000, 4)
     workload, sample = SimulatedWorkload(lengths.episodes(), 16), LengthSample.of(lengths.group)
     setting = Setting(4, 1e9, 8, 1, in_play=0, shape=EngineShape(0.01, 0.0005, 64))

@@ -26,7 +26,7 @@ def seconds(name: str, layout: ParallelLayout, *, recomputes: bool = False) -> f
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_tensor_parallelism_costs_what_does_not_overlap_with_the_products_of_the_backward_pass(ranks: int) -> None:
+def test_tensor_parallelism_costs_what_does_not_overlap(ranks: int) -> None:
     """Qwen3-8B: 36 layers of attention and MLP, 4,096 numbers of 2 bytes for a token, of which a rank gathers or
     scatters (n - 1)/n; queries, keys and values are 6,144 numbers, gate and up 24,576."""
     one, divided = (seconds("qwen3_8b", ParallelLayout(each, sequence=each > 1)) for each in (1, ranks))
@@ -46,7 +46,7 @@ def test_recomputed_activations_gather_and_scatter_once_more() -> None:
     assert cost(recomputes=True) == pytest.approx(5 / 3 * cost(recomputes=False), rel=1e-6)
 
 
-def test_layers_of_routed_experts_gather_and_scatter_for_attention_alone() -> None:
+def test_expert_layers_gather_and_scatter_for_attention() -> None:
     """Qwen3-30B-A3B: 48 sparse layers of 2,048 numbers."""
     one, two = (seconds("qwen3_30b_a3b", ParallelLayout(each, sequence=each > 1)) for each in (1, 2))
     moved = 48 * 2048 * 2 / NVLINK

@@ -81,7 +81,7 @@ def test_what_ranks_share_is_what_the_tables_of_weights_split(family: str) -> No
             assert Weight(name, (1,)).routed == rule.routed, name
 
 
-def test_tensor_parallel_ranks_share_matrices_and_pad_the_vocabulary() -> None:
+def test_tensor_ranks_share_matrices_and_pad_the_vocabulary() -> None:
     whole, half = (held(model(), SHAPE, ParallelLayout(tensor=degree), 0).dense for degree in (1, 4))
     norms = 5 * 8
     assert whole == 2 * 80 + norms + 4 * (64 + 128)
@@ -97,14 +97,14 @@ def test_layers_stand_on_the_stages_that_megatron_gives_them(chunks: int, stages
 
 
 @given(st.sampled_from([1, 2, 4]), st.booleans())
-def test_pipeline_stages_together_hold_every_parameter_and_a_tied_embedding_twice(stages: int, tied: bool) -> None:
+def test_stages_hold_every_parameter_and_tied_ones_twice(stages: int, tied: bool) -> None:
     shape, weights = replace(SHAPE, tied=tied), model(tied=tied)
     layout = ParallelLayout(pipeline=stages)
     total = sum(held(weights, shape, layout, stage).all for stage in range(stages))
     assert total == parameters(weights).all + (80 if tied and stages > 1 else 0)
 
 
-def test_experts_are_shared_by_their_own_ranks_and_routers_by_none() -> None:
+def test_experts_are_shared_by_their_ranks_routers_by_none() -> None:
     layout = ParallelLayout(tensor=2, data=4, expert=4, expert_tensor=1)
     mine = held(model(experts=8), SHAPE, layout, 0)
     assert mine.routed == 4 * 8 * 128 // 4
@@ -114,7 +114,7 @@ def test_experts_are_shared_by_their_own_ranks_and_routers_by_none() -> None:
     assert held(model(experts=8), SHAPE, split, 0) == mine
 
 
-def test_down_projections_of_latent_attention_are_shared_without_transformer_engine_alone() -> None:
+def test_latent_down_projections_are_shared_only_without_te() -> None:
     weights = [Weight("model.layers.0.self_attn.q_a_proj.weight", (8, 8))]
     for layers, expected in (("local", 32), ("transformer_engine", 64)):
         trainer = tiny_config(**{"trainer.tensor_parallel": 2, "trainer.layers": layers}).trainer
@@ -130,7 +130,7 @@ def test_replicas_share_masters_and_moments_and_nothing_else() -> None:
         assert four[name] == alone[name]
 
 
-def test_masters_of_experts_are_shared_by_the_replicas_of_experts() -> None:
+def test_masters_of_experts_are_shared_by_replicas() -> None:
     """Half as many, where expert parallelism takes ranks that are replicas of all else, and tensor parallelism gives
     its own."""
     layout, weights = ParallelLayout(tensor=2, data=4, expert=4), model(experts=8)
@@ -160,7 +160,7 @@ def test_frozen_weights_come_once_each_and_the_critic_has_none() -> None:
     assert more["frozen weights"] == 2 * plain["weights"]
 
 
-def test_sequence_parallelism_keeps_a_buffer_with_the_hidden_states_of_all_rows() -> None:
+def test_sequence_parallelism_keeps_a_buffer_of_all_rows() -> None:
     for layout, rows in (
         (ParallelLayout(tensor=2), 0),
         (ParallelLayout(tensor=2, sequence=True), 100),
@@ -169,7 +169,7 @@ def test_sequence_parallelism_keeps_a_buffer_with_the_hidden_states_of_all_rows(
         assert trainer_rank(model(), SHAPE, layout, TRAINING)["gather buffer"] == rows * 8 * 2
 
 
-def test_fp8_keeps_two_more_bytes_for_each_element_of_a_matrix_in_a_layer() -> None:
+def test_fp8_keeps_two_more_bytes_per_matrix_element() -> None:
     plain, more = (
         trainer_rank(model(), SHAPE, ParallelLayout(tensor=2), replace(TRAINING, fp8=on)) for on in (False, True)
     )
@@ -178,7 +178,7 @@ def test_fp8_keeps_two_more_bytes_for_each_element_of_a_matrix_in_a_layer() -> N
     assert {**more, "weights in FP8": 0} == plain
 
 
-def test_buckets_of_a_stream_are_two_and_never_more_than_the_weights() -> None:
+def test_stream_has_two_buckets_no_larger_than_the_weights() -> None:
     total = parameters(model()).all * 2
     sizes = [
         trainer_rank(model(), SHAPE, ParallelLayout(), replace(TRAINING, bucket=size))["publish buckets"]
@@ -191,7 +191,7 @@ def test_nothing_is_kept_for_publishes_where_there_are_none() -> None:
     assert trainer_rank(model(), SHAPE, ParallelLayout(), replace(TRAINING, publishes=False))["publish buckets"] == 0
 
 
-def test_activations_of_a_plain_layer_are_those_of_the_paper_without_dropout_and_with_our_mlp() -> None:
+def test_plain_activations_are_the_papers_with_our_mlp() -> None:
     """Korthikanti et al., section 4.1, per token in units of the hidden size h at 16 bits: attention 2 (input of its
     projections) + 6 (queries, keys, values) + 2 (what it gives), two norms 4, the MLP's input 2. A gated MLP of inner
     size f keeps 3 f more; and our rotation writes queries and keys anew, 4."""
@@ -228,7 +228,7 @@ def test_activations_shrink_by_what_the_layout_divides() -> None:
     assert of(uneven, 1) == layers / 4 + last_norm
 
 
-def test_more_ranks_than_key_value_heads_keep_the_projections_of_all() -> None:
+def test_ranks_beyond_key_value_heads_keep_all_projections() -> None:
     """Megatron gathers queries, keys and values, and each rank takes its queries and one head of keys and values."""
     layout, heads = ParallelLayout(tensor=4), replace(SHAPE, cache_heads=4)
     split, whole = (layer_bytes(shape, layout, TRAINING, routed=False) for shape in (heads, SHAPE))
@@ -276,7 +276,7 @@ def test_a_routed_token_pays_for_each_of_its_experts() -> None:
     assert more == 2 * (2 * (8 + 4 * 4 / 2) + 5 * 3 / 2) + 2 * 16 / 2
 
 
-def test_latent_attention_keeps_copies_of_queries_keys_and_values_and_its_normalized_vectors() -> None:
+def test_latent_attention_keeps_copies_and_normalized_vectors() -> None:
     """Without the projections that plain attention keeps besides; on a CPU values and output are as wide as keys."""
     plain = replace(SHAPE, keys=8)
     latent, fused = replace(plain, latent=5), replace(TRAINING, fused_norms=True)
@@ -298,7 +298,7 @@ def test_the_stage_with_most_is_told() -> None:
     )  # the last stage alone has them
 
 
-def test_logits_are_a_chunk_of_rows_over_a_ranks_part_of_the_vocabulary() -> None:
+def test_logits_are_a_chunk_over_a_ranks_vocabulary() -> None:
     one, two = (trainer_rank(model(), SHAPE, ParallelLayout(tensor=degree), TRAINING)["logits"] for degree in (1, 2))
     assert one == 10 * 10 * 12
     assert two == one // 2
@@ -316,7 +316,7 @@ def test_logits_take_the_memory_of_what_is_recomputed_later() -> None:
         assert once["logits"] == max(0, plain * vocab // SHAPE.vocab - layer)
 
 
-def test_an_engine_holds_its_share_of_the_weights_and_the_cache_of_all_tokens() -> None:
+def test_engine_holds_its_weights_and_the_cache_of_all() -> None:
     parts = engine_rank(model(), SHAPE, tensor=2, dtype="bfloat16", tokens=1000)
     assert parts["weights"] == 2 * held(model(), SHAPE, ParallelLayout(tensor=2), 0).all
     assert parts["KV cache"] == 1000 * 4 * 8 * 2 // 2
@@ -327,7 +327,7 @@ def test_an_engine_holds_its_share_of_the_weights_and_the_cache_of_all_tokens() 
     assert engine_rank(model(), SHAPE, tensor=1, dtype="bfloat16", tokens=1, cache_dtype="fp8_e4m3")["KV cache"] == 32
 
 
-def test_replicas_of_attention_repeat_its_weights_and_stages_share_the_layers() -> None:
+def test_attention_replicas_repeat_weights_stages_share_them() -> None:
     engine = {"dtype": "bfloat16", "tokens": 1000}
     matrices = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
     layers = [Weight(f"model.layers.{layer}.{name}.weight", (8, 8)) for layer in range(4) for name in matrices]
@@ -364,7 +364,7 @@ def test_ranks_beyond_the_key_value_heads_repeat_them() -> None:
     assert [parts["KV cache"] for parts in sizes] == [64_000, 32_000, 32_000]
 
 
-def test_a_checkpoint_takes_twelve_bytes_of_each_parameter_over_all_ranks() -> None:
+def test_checkpoint_takes_twelve_bytes_per_parameter() -> None:
     count = parameters(model()).all
     assert checkpoint_staging(model(), SHAPE, ParallelLayout(), TRAINING) == 12 * count
     of_critic = count - 80 + 9  # a value head in place of the output layer
@@ -374,7 +374,7 @@ def test_a_checkpoint_takes_twelve_bytes_of_each_parameter_over_all_ranks() -> N
     assert checkpoint_bytes(model(), SHAPE, replace(TRAINING, critic=True)) == 12 * (count + of_critic)
 
 
-def test_a_vision_tower_is_on_the_first_stage_and_has_an_optimizer_only_if_it_is_trained() -> None:
+def test_vision_tower_is_on_the_first_stage() -> None:
     def stages(training: Training, tower: int = 1000) -> list[dict[str, int]]:
         layout = ParallelLayout(tensor=2, pipeline=2)
         return [_stage(model(), replace(SHAPE, tower=tower), layout, training, stage) for stage in (0, 1)]

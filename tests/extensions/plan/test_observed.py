@@ -51,7 +51,7 @@ def test_setting_is_the_runs(limit: int | str | None) -> None:
     assert found.shape.kv_tokens == (config.engine.max_total_tokens or math.inf)
 
 
-def test_steps_groups_and_speeds_are_those_of_the_files_once_each(tmp_path: Path) -> None:
+def test_steps_groups_and_speeds_are_those_of_the_files(tmp_path: Path) -> None:
     config = tiny_config()
     jsonl.append(tmp_path / "metrics.jsonl", {**STEP, "step": 2})  # of an earlier start
     observer = RunObserver(tmp_path, config)

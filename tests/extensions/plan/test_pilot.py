@@ -86,7 +86,7 @@ def test_advice_is_written_and_nothing_is_done(tmp_path: Path) -> None:
     assert made.registry.leaving() == set()
 
 
-def test_engines_that_joined_leave_before_the_runs_own_and_those_of_one_machine_together(tmp_path: Path) -> None:
+def test_joined_engines_leave_first_and_by_machine(tmp_path: Path) -> None:
     made = Decided(tmp_path, **{"engine.count": 2})
     for number, host in enumerate(["a", "b", "a"]):
         made.registry.lease_of(f"http://guest:{number}", host=host).renew()
@@ -96,9 +96,7 @@ def test_engines_that_joined_leave_before_the_runs_own_and_those_of_one_machine_
         assert made.registry.leaving() == set(left[:count])
 
 
-def test_engine_that_is_added_gets_gpus_that_nobody_uses_and_ends_with_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_added_engine_gets_free_gpus_and_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(600)"
     made = Decided(tmp_path, gpus=8, command=[sys.executable, "-c", program], **GPUS)
     assert free_gpus(made.placement) == ["3", "4", "5", "6", "7"]  # one rank of the trainer, two of the engine
@@ -145,7 +143,7 @@ class EngineJobs:
         self.ended = True
 
 
-def test_jobs_of_whole_machines_are_submitted_while_other_decisions_are_carried_out(tmp_path: Path) -> None:
+def test_whole_machine_jobs_are_submitted_beside_decisions(tmp_path: Path) -> None:
     jobs = EngineJobs()
     made = Decided(tmp_path, gpus=8, jobs=jobs, **GPUS, **JOB, **{"cluster.gpus": 8})
     assert made.pilot._unit == 4
@@ -195,7 +193,7 @@ def test_errors_of_the_system_are_reported_and_the_run_goes_on(
     assert "cluster.elastic has no effect from now on: ZeroDivisionError()" in capsys.readouterr().err
 
 
-def test_action_that_fails_is_reported_and_a_damaged_timeline_ends_the_controller_alone(
+def test_failed_action_is_told_and_bad_timelines_end_it_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = Decided(tmp_path)

@@ -67,7 +67,7 @@ def test_the_cache_of_an_engine_in_host_memory_is_counted() -> None:
     assert needs_of(config, 1, {"model": ModelFolder([], shape)})["engine"].host == 20e9
 
 
-def test_a_trainer_and_an_engine_on_one_gpu_need_their_parts_of_it() -> None:
+def test_trainer_and_engine_on_one_gpu_need_their_parts() -> None:
     shape = shape_of(json.loads((catalog.resolve("builtin:tiny") / "config.json").read_text()))
     for placement, parts in (("shared", (0.6, 0.3)), ("separate", (None, 0.3))):
         config = tiny_config(**{"cluster.placement": placement, "engine.memory_fraction": 0.3})
@@ -75,7 +75,7 @@ def test_a_trainer_and_an_engine_on_one_gpu_need_their_parts_of_it() -> None:
         assert (needs["trainer"].fraction, needs["engine"].fraction) == pytest.approx(parts)
 
 
-def test_an_engine_whose_cache_takes_what_fits_needs_room_for_one_answer(tmp_path: Path) -> None:
+def test_fitting_cache_needs_room_for_one_answer(tmp_path: Path) -> None:
     settings = {"cluster.gpus": 2, "cluster.nodes": 1, "engine.max_total_tokens": None}
     assert "KV cache of one answer" in found(job(**settings), tmp_path)["engine"].value
     assert "KV cache of one answer" not in found(job(**{**settings, "cluster.gpus": 0}), tmp_path)["engine"].value
@@ -116,7 +116,7 @@ def test_cuda_ipc_is_told_where_engines_and_trainers_share_a_gpu() -> None:
         assert told.value.startswith(way)
 
 
-def test_trainers_on_several_machines_send_weights_over_the_network() -> None:
+def test_trainers_on_several_machines_send_over_the_network() -> None:
     """Also where one of them is an engine's."""
     shape = {"trainer.data_parallel": 2, "cluster.trainer_nodes": 2}
     assert sync("auto", 2, **shape)[0].value.startswith("distributed")

@@ -122,7 +122,7 @@ def test_simulation_gives_the_published_ratios(name: str) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", DRAINED)
-def test_publishes_that_wait_for_every_request_make_asynchrony_useless_as_published(name: str) -> None:
+def test_waiting_publishes_make_asynchrony_useless(name: str) -> None:
     sample, (engines, ratio) = LengthSample.of(LENGTHS[name].group, 1024), DRAINED[name]
     workload = SimulatedWorkload(LENGTHS[name].episodes(), 128)
     setting = replace(apart(sample, engines, 4, 4), drain=True)

@@ -57,7 +57,7 @@ def test_processes_of_all_ranks_of_an_engine_count() -> None:
     assert on_one(needs, machine(gpus=5, ram=3.0), 5, **shape)["memory"] == "error"
 
 
-def test_processes_of_an_engine_on_several_machines_are_on_each_of_them() -> None:
+def test_parts_of_an_engine_are_on_each_of_its_machines() -> None:
     config = job(**{"engine.tensor_parallel": 8, "cluster.trainer_nodes": 1, "trainer.data_parallel": 4})
     machines = {f"node{number}": machine(f"node{number}", gpus=4, ram=500) for number in range(3)}
     machines["node2"] = machine("node2", gpus=4, ram=2)
@@ -66,7 +66,7 @@ def test_processes_of_an_engine_on_several_machines_are_on_each_of_them() -> Non
     assert wrong.value.startswith("processes of node2: ")
 
 
-def test_a_rank_is_held_to_the_gpu_that_it_stands_on_and_the_smallest_of_its_kind() -> None:
+def test_rank_is_held_to_its_gpu_and_the_smallest_of_a_kind() -> None:
     cards = tuple(Gpu(number, "it", int(size * GB), f"GPU-{number}") for number, size in enumerate((80, 80, 40)))
     here = replace(machine(), gpus=cards)
     needs = {"trainer": gb(60), "engine": gb(60)}
@@ -86,7 +86,7 @@ def test_who_is_not_started_needs_nothing() -> None:
     }
 
 
-def test_machines_with_room_are_one_line_and_those_without_a_line_each() -> None:
+def test_roomy_machines_share_a_line_and_others_have_one() -> None:
     config = job(**{"trainer.data_parallel": 2, "cluster.trainer_nodes": 2, "engine.device": "cpu"})
 
     def lines(*ram: float) -> list[str]:
@@ -147,7 +147,7 @@ def test_merged_weights_are_written_beside_adapters() -> None:
         assert room_of(config, GB, stored).weights == size
 
 
-def test_recordings_are_no_larger_than_those_of_the_task_with_the_largest_groups() -> None:
+def test_recordings_are_at_most_those_of_the_largest_groups() -> None:
     config = job(record=True, **{"run.max_steps": 1})
     task = config.mixture[next(iter(config.mixture))]
     both = {"small": task.model_copy(update={"group_size": 2}), "large": task.model_copy(update={"group_size": 40})}
@@ -173,7 +173,7 @@ def test_what_is_there_already_is_written_over() -> None:
     assert disk(10.07, held=99)["run.dir"] == "warning"
 
 
-def test_weights_on_their_way_lie_in_the_folder_that_is_named_for_them() -> None:
+def test_weights_on_their_way_lie_in_their_named_folder() -> None:
     assert disk(60.07, shared=6.07) == {"run.dir": "ok", "weights.folder": "ok", "checkpoint.every": "ok"}
     assert disk(60.07, shared=6.05)["weights.folder"] == "error"
 
@@ -185,7 +185,7 @@ def test_a_checkpoint_is_written_by_all_ranks() -> None:
     assert "checkpoint.every" in disk(99, speed=1e8, **shape)
 
 
-def test_gpu_that_is_shared_in_turns_holds_the_largest_turn_and_the_machine_what_is_away() -> None:
+def test_shared_gpu_holds_the_largest_turn() -> None:
     config = job(
         **{"cluster.placement": "colocated", "weights.pause_mode": "retract", "rollout.max_staleness": 1},
     )

@@ -42,7 +42,7 @@ def planned(**changes: Any) -> Plan:
     return search(inputs.splits(given), given.workload, Choices.up_to(given.max_staleness), few=3, seeds=2)
 
 
-def test_bound_is_one_that_costs_no_learning_unless_a_higher_one_is_asked_for(
+def test_bound_costs_no_learning_unless_a_higher_is_asked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert inputs.parse({name: value for name, value in NUMBERS.items() if name != "max_staleness"}).max_staleness == 2
@@ -65,7 +65,7 @@ def test_no_other_split_is_faster_in_the_simulation() -> None:
     assert max(plan.more_engine, plan.more_trainer) > 0
 
 
-def test_batches_trained_during_publishes_are_planned_where_the_bound_allows_them() -> None:
+def test_batches_during_publishes_are_planned_within_the_bound() -> None:
     long = {"pause": 10.0, "trainers": 1}
     beside, after = planned(**long, overlap=True), planned(**long)
     assert beside.best.rate > 1.1 * after.best.rate
@@ -76,7 +76,7 @@ def test_batches_trained_during_publishes_are_planned_where_the_bound_allows_the
     assert not beside.best.split.setting(0, 0).overlap
 
 
-def test_a_trainer_that_publishes_beside_training_needs_memory_for_every_bucket(tmp_path: Path) -> None:
+def test_publishing_beside_training_needs_every_bucket(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(sizes.MODELS["qwen3_8b"]))
     shape = {"model": str(tmp_path), "gpus": 16, "trainers": 8, "mean": 1500, "longest": 4096}
     stream, full = (
@@ -86,7 +86,7 @@ def test_a_trainer_that_publishes_beside_training_needs_memory_for_every_bucket(
     assert full > stream
 
 
-def test_equal_answers_are_best_generated_and_trained_in_turns_where_switching_is_free() -> None:
+def test_equal_answers_are_best_generated_in_turns() -> None:
     equal = {"sigma": 1e-6, "longest": 4000, "gpus": 2, "switch": 0, "pause": 0, "train_fixed": 0, "max_staleness": 1}
     found = planned(**equal, per_request=1e-6, train_rate=1000)
     assert found.synchronous
@@ -104,7 +104,7 @@ def qwen3(folder: Path, **fields: Any) -> inputs.PlanInput:
     return inputs.parse({"model": str(folder), "gpus": 16, "mean": 1500, "longest": 4096} | fields)
 
 
-def test_a_run_that_takes_turns_accepts_the_overrides_of_a_models_plan(tmp_path: Path) -> None:
+def test_run_in_turns_accepts_the_overrides_of_a_plan(tmp_path: Path) -> None:
     turns = [one for one in inputs.splits(qwen3(tmp_path)) if one.colocated]
     assert {one.engine_gpus for one in turns} == {1, 2, 4, 8}
     for one in turns:
@@ -133,7 +133,7 @@ def test_typed_numbers_start_the_engines_that_were_planned() -> None:
     assert not any("engine.tensor_parallel=2" in one.overrides for one in kept)
 
 
-def test_every_tensor_parallelism_of_engines_is_searched_and_communication_has_a_price(tmp_path: Path) -> None:
+def test_every_engine_parallelism_is_searched_at_a_price(tmp_path: Path) -> None:
     speeds = {one.engine_gpus: one.shape for one in inputs.splits(qwen3(tmp_path)) if not one.colocated}
     assert list(speeds) == [1, 2, 4, 8]
     weights = [shape.per_token * tensor for tensor, shape in speeds.items()]
@@ -154,7 +154,7 @@ def test_the_fastest_layout_of_the_trainer_that_fits_is_planned(tmp_path: Path) 
     assert slow.train_rate < 0.95 * fast.train_rate
 
 
-def test_a_model_is_planned_with_layouts_that_fit_and_settings_that_a_run_accepts(tmp_path: Path) -> None:
+def test_model_is_planned_with_fitting_accepted_layouts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(sizes.MODELS["qwen3_8b"]))
     given = inputs.parse(
         {"model": str(tmp_path), "gpus": 16, "mean": 1500, "longest": 4096, "prompt": 200, "max_staleness": 2}
@@ -237,7 +237,7 @@ def said(plan: Plan, own_error: float | None = None, **changes: Any) -> str:
     return "\n".join([*findings(plan, given), *uncertainty(plan, own_error), *assumed(plan, given)])
 
 
-def test_a_recorded_runs_own_error_is_the_uncertainty_and_a_large_one_is_a_warning() -> None:
+def test_recorded_error_is_the_uncertainty_or_a_warning() -> None:
     plan = planned()
     plain, small, large = said(plan), said(plan, 0.1), said(plan, -0.83)
     assert ("+10%" in small, "-83%" in large) == (True, True)
@@ -255,7 +255,7 @@ def test_one_seed_has_no_spread_and_no_simulation_is_said() -> None:
     assert "results/plans.md" in said(search(splits, given.workload, choices, few=0))  # what laws alone are worth
 
 
-def test_changed_inputs_give_the_range_of_a_plan_and_splits_that_would_be_better() -> None:
+def test_changed_inputs_give_a_range_and_better_splits() -> None:
     plan = planned()
     rates = [one.rate for one in plan.changed]
     assert len(rates) == 6
@@ -270,7 +270,7 @@ def test_changed_inputs_give_the_range_of_a_plan_and_splits_that_would_be_better
         assert f"{one.better_rate:.3g}" in line
 
 
-def test_a_synchronous_run_within_the_margin_is_the_plan_and_called_equal() -> None:
+def test_equal_synchronous_run_is_the_plan_and_said_so() -> None:
     plan = planned()
     assert plan.colocated is not None
     best = plan.best
@@ -360,9 +360,7 @@ def test_counts_that_mean_nothing_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_files_that_cannot_be_written_are_refused_before_the_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unwritable_files_are_refused_before_the_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"{name}={value}" for name, value in NUMBERS.items()]
     assert main([*words, "--json", str(tmp_path / "none" / "plan.json")]) == 2
     assert main([*words, "--svg", str(tmp_path)]) == 2

@@ -15,7 +15,7 @@ REFERENCE = {"algo.kl.reference": "weights", "algo.kl.coefficient": 0.1, "algo.k
 SIZES = {"hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936, "num_attention_heads": 32}
 
 
-def test_groups_of_queries_share_keys_and_values_and_a_head_may_be_wider_than_its_share() -> None:
+def test_query_groups_share_keys_and_heads_may_be_wider() -> None:
     """Qwen3-30B-A3B."""
     found = shape_of({**QWEN3_MOE, **SIZES, "num_key_value_heads": 4, "head_dim": 128, "mlp_only_layers": [0]})
     assert found == Shape(
@@ -37,7 +37,7 @@ def test_groups_of_queries_share_keys_and_values_and_a_head_may_be_wider_than_it
     )
 
 
-def test_a_plain_model_has_as_many_keys_as_queries_and_its_head_is_a_share_of_the_width() -> None:
+def test_plain_model_has_equal_heads_that_share_the_width() -> None:
     plain = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "tie_word_embeddings": True, **SIZES}
     found = shape_of(plain)
     assert (found.queries, found.keys, found.values, found.cached) == (2048, 2048, 2048, 4096)
@@ -54,7 +54,7 @@ def test_latent_attention_caches_one_vector_on_every_rank() -> None:
     assert (found.sparse, found.chosen, found.expert_inner, found.shared_inner) == (58, 8, 2048, 2048)
 
 
-def test_experts_are_split_as_all_else_unless_their_own_degree_is_set() -> None:
+def test_experts_split_as_all_else_unless_told() -> None:
     trainer = tiny_config(**{"trainer.tensor_parallel": 2, "trainer.data_parallel": 2}).trainer
     assert layout_of(trainer) == ParallelLayout(tensor=2, data=2, expert_tensor=2)
     assert layout_of(trainer.model_copy(update={"expert_tensor_parallel": 1})).expert_tensor == 1
@@ -80,7 +80,7 @@ def test_what_takes_memory_follows_from_the_settings(changes: dict[str, Any], ex
     assert {name: getattr(found, name) for name in expected} == expected
 
 
-def test_trainers_on_gpus_stream_their_weights_unless_told_otherwise() -> None:
+def test_gpu_trainers_stream_weights_unless_told() -> None:
     buckets = [training_of(tiny_config(**{"weights.staging": word}), gpu=True).bucket for word in ("auto", "full")]
     assert training_of(tiny_config(**{"weights.overlap": True}), gpu=True).bucket == 0
     assert buckets == [512 << 20, 0]

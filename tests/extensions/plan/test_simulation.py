@@ -30,7 +30,7 @@ def test_a_slow_trainer_is_the_only_limit() -> None:
     assert found.tokens_per_s * found.step == pytest.approx((found.step - 3.0) * 500.0)
 
 
-def test_a_trainer_that_publishes_beside_training_does_not_wait_for_the_pause() -> None:
+def test_publishing_beside_training_skips_the_pause() -> None:
     """X = tokens / (tokens / rate + fixed)."""
     found = outcome(train_rate=500.0, train_fixed=2.0, pause=1.0, max_staleness=4, overlap=True)
     assert found.trainer_busy == pytest.approx(1)
@@ -38,7 +38,7 @@ def test_a_trainer_that_publishes_beside_training_does_not_wait_for_the_pause() 
     assert found.staleness_max <= 4
 
 
-def test_a_synchronous_step_is_the_longest_answer_then_the_trainer() -> None:
+def test_synchronous_step_is_longest_answer_then_trainer() -> None:
     """Equal answers, one engine: their time in a batch of all of them, then the trainer's."""
     equal = SimulatedWorkload(lambda _: [SimulatedEpisode([100.0])] * 4, batch_groups=8)
     found = outcome(workload=equal, engines=1, max_staleness=0, train_rate=1600.0, train_fixed=1.0, pause=0.5)
@@ -47,7 +47,7 @@ def test_a_synchronous_step_is_the_longest_answer_then_the_trainer() -> None:
 
 
 @pytest.mark.parametrize(("parts", "step"), [(1, 200 * 0.0101 + 3.5), (2, max(100 * 0.0101 + 1.0, 200 * 0.0101) + 2.5)])
-def test_training_of_the_first_part_overlaps_with_the_answers_of_the_last(parts: int, step: float) -> None:
+def test_first_part_trains_while_the_last_is_answered(parts: int, step: float) -> None:
     """Two engines with an answer of 100 and one of 200 tokens, which take one and two seconds to train."""
     two = SimulatedWorkload(lambda number: [SimulatedEpisode([100.0 + 100.0 * (number % 2)])], batch_groups=2)
     found = outcome(workload=two, max_staleness=0, train_rate=100.0, train_fixed=0.5, parts=parts)
@@ -81,7 +81,7 @@ def test_slack_never_costs_throughput_nor_breaks_the_bound(lead: int) -> None:
     assert found[-1].tokens_per_s > 1.1 * found[0].tokens_per_s
 
 
-def test_no_batch_waits_for_a_replacement_that_began_late_and_the_bound_holds() -> None:
+def test_no_batch_waits_for_a_late_replacement() -> None:
     half = SimulatedWorkload(LENGTHS.episodes(), batch_groups=8, accepted=lambda number: number % 2 == 0)
     found = outcome(40, workload=half, max_staleness=3)
     assert (
@@ -98,12 +98,12 @@ def test_siblings_that_are_spread_make_engines_equally_busy() -> None:
     assert spread.step == pytest.approx(100 * (0.01 + 0.0001), rel=1e-3)
 
 
-def test_waiting_for_requests_in_flight_costs_what_asynchrony_gave() -> None:
+def test_waiting_for_requests_costs_what_asynchrony_gave() -> None:
     free, drained = outcome(max_staleness=4, train_rate=2e4), outcome(max_staleness=4, train_rate=2e4, drain=True)
     assert free.tokens_per_s > 1.5 * drained.tokens_per_s
 
 
-def test_lengths_are_those_of_the_distribution_and_the_same_every_time() -> None:
+def test_lengths_follow_the_distribution_reproducibly() -> None:
     drawn = [episode for number in range(400) for episode in LENGTHS.group(number)]
     assert sum(one.tokens for one in drawn) / len(drawn) == pytest.approx(400, rel=0.1)
     assert LENGTHS.group(7) == LENGTHS.group(7) != LENGTHS.group(8)

@@ -39,14 +39,14 @@ def sent(weights: list[Weight] = MATRICES, layout: ParallelLayout | None = None,
     return publish(weights, SHAPE, layout or ParallelLayout(), **settings)
 
 
-def test_bytes_go_once_over_one_adapter_whatever_the_number_of_stages() -> None:
+def test_bytes_go_once_per_adapter_for_any_stages() -> None:
     for pipeline in (1, 2, 4):
         found = sent(layout=ParallelLayout(pipeline=pipeline))
         assert found == Publish(400, (4 // pipeline,) * pipeline, 0.0, pytest.approx(40.0))
     assert sent(one_machine=True).pause == pytest.approx(4.0)
 
 
-def test_a_stream_waits_for_the_first_gather_and_hides_those_behind_longer_sends() -> None:
+def test_stream_waits_for_one_gather_and_hides_the_others() -> None:
     layout = ParallelLayout(
         tensor=2
     )  # one of two shards comes over 100 bytes a second: 0.5 s a bucket, and 10 s to send it
@@ -56,12 +56,12 @@ def test_a_stream_waits_for_the_first_gather_and_hides_those_behind_longer_sends
     assert full.seconds == full.fill + full.pause
 
 
-def test_full_staging_fills_all_stages_at_once_and_sends_them_in_turn() -> None:
+def test_full_staging_fills_at_once_and_sends_in_turn() -> None:
     full = sent(layout=ParallelLayout(tensor=2, pipeline=2), streams=False)
     assert (full.fill, full.pause) == (pytest.approx(2 * 0.5), pytest.approx(40.0))
 
 
-def test_later_stages_gather_their_first_buckets_while_others_send() -> None:
+def test_later_stages_gather_first_while_others_send() -> None:
     layout = ParallelLayout(tensor=2, pipeline=2)  # 0.5 s to gather a bucket, and 10 s to send it
     assert sent(layout=layout).pause == pytest.approx(0.5 + 4 * 10)
 
@@ -117,9 +117,7 @@ def test_buckets_are_as_many_as_a_publish_plans(sizes: list[int], limit: int) ->
     bucket=st.integers(50, 500),
     streams=st.booleans(),
 )
-def test_a_publish_is_never_faster_than_its_link_and_never_slower_on_a_faster_one(
-    layout: ParallelLayout, bucket: int, streams: bool
-) -> None:
+def test_publish_is_bounded_by_its_link_and_monotone(layout: ParallelLayout, bucket: int, streams: bool) -> None:
     weights = [*MATRICES, *EXPERTS]
     found = sent(weights, layout, bucket=bucket, streams=streams)
     assert found.pause >= found.nbytes / PLAIN.between * (1 - 1e-9)
@@ -139,7 +137,7 @@ def test_active_parameters_are_those_that_multiply_a_token() -> None:
     assert train_rate(weights, sparse, hardware) == pytest.approx(0.5 * 1000 / (6 * 80))
 
 
-def test_an_engine_reads_its_weights_once_a_step_and_the_cache_of_each_request() -> None:
+def test_engine_reads_weights_per_step_and_cache_per_request() -> None:
     rank, hardware = {"weights": 100, "KV cache": 400}, Hardware(hbm=10.0, share=1.0)
     assert engine_shape(rank, FleetSpec(1, 1, running=3, tokens=40), 10.0, hardware) == EngineShape(10.0, 10.0, 3)
     assert (

@@ -30,7 +30,7 @@ def planned(count: int, nodes: int = 1, gpus: int = 0, **changes: object) -> tup
     return {spec.name: spec for spec in plan(config, run, placement, RUN_DIR)}, url
 
 
-def test_they_are_like_the_rollout_process_but_may_be_started_again() -> None:
+def test_players_are_like_rollouts_but_may_restart() -> None:
     specs, url = planned(2, **{"cluster.on_engine_death": "fail", "cluster.max_restarts": 3})
     players = [specs[f"episodes-{number}"] for number in range(2)]
     assert [spec.argv[-2:] for spec in players] == [[str(RUN_DIR), "0"], [str(RUN_DIR), "1"]]
@@ -40,7 +40,7 @@ def test_they_are_like_the_rollout_process_but_may_be_started_again() -> None:
     assert ports_wanted(tiny_config(**{"processes.count": 2})) == ports_wanted(tiny_config()) + 1
 
 
-def test_they_are_spread_over_the_machines_of_rollouts_and_engines() -> None:
+def test_players_spread_over_rollout_and_engine_machines() -> None:
     slurm = {"cluster.launcher": "slurm", "cluster.nodes": 4, "cluster.gpus": 4, "cluster.host": None}
     shape = {"trainer.data_parallel": 4, "engine.count": 8, "cluster.cpu_nodes": 1}
     specs, url = planned(5, 4, 4, **slurm, **shape)

@@ -45,13 +45,13 @@ from tests.rollout.machinery import (
 
 @given(timings, shapes, st.integers(2, 3))
 @settings(max_examples=examples(6), deadline=None)
-def test_bound_0_gives_the_same_batches_with_any_number_of_processes(timing, shape, processes: int) -> None:
+def test_bound_0_gives_equal_batches_for_any_processes(timing, shape, processes: int) -> None:
     """Byte for byte."""
     found = machinery(timing, kind=ManyProcesses, **shape, max_staleness=0, processes=processes).batches(STEPS)
     assert same_bytes([batch.groups for batch in found], plain(**shape))
 
 
-def test_groups_of_processes_that_die_are_played_anew_and_the_ledger_balances() -> None:
+def test_groups_of_dead_processes_are_played_anew() -> None:
     """It is checked at every batch and version. Every prompt is trained, none twice, within the bound."""
     replayed, discarded = (sum(counts) for counts in zip(*map(_with_deaths, range(examples(8))), strict=True))
     assert replayed
@@ -110,7 +110,7 @@ def test_at_bound_0_deaths_change_no_byte_of_the_batches() -> None:
     assert replayed
 
 
-def test_processes_render_questions_and_leave_out_those_that_fail() -> None:
+def test_processes_render_questions_and_drop_failing_ones() -> None:
     made = ManyProcesses(RecordedEngine(0), batch_groups=1, group_size=1, max_staleness=0, processes=2)
     pool: Any = made.pool
 
@@ -132,7 +132,7 @@ def test_processes_render_questions_and_leave_out_those_that_fail() -> None:
     assert made.batches(1)
 
 
-def test_a_group_that_kills_every_process_is_rejected_and_the_run_goes_on() -> None:
+def test_group_that_kills_every_process_is_rejected() -> None:
     lethal = [12, 4, 11]
 
     class Lethal(SingleTurn):
@@ -153,7 +153,7 @@ def test_a_group_that_kills_every_process_is_rejected_and_the_run_goes_on() -> N
     assert lethal not in [group.prompt_ids for batch in batches for group in batch.groups]
 
 
-def test_question_that_kills_every_process_fails_and_the_evaluation_goes_on() -> None:
+def test_question_that_kills_every_process_fails_alone() -> None:
     lethal = [12, 500, 11]
 
     class Lethal(SingleTurn):
@@ -181,7 +181,7 @@ def test_question_that_kills_every_process_fails_and_the_evaluation_goes_on() ->
     assert dying.told()["processes/lost"] >= workers.LOSSES
 
 
-def test_groups_are_not_decoded_in_the_process_that_has_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_are_not_decoded_beside_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its work for a group must not grow with the length of the answers."""
 
     def decoded(_: EncodedGroup) -> Any:
@@ -245,7 +245,7 @@ def test_whoever_lacks_the_key_gets_nothing() -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_attempts_of_an_evaluation_share_a_process_and_failed_ones_are_told() -> None:
+def test_attempts_of_an_evaluation_share_a_process() -> None:
     made = ManyProcesses(RecordedEngine(0), batch_groups=1, group_size=1, max_staleness=0, processes=2)
     played: list[Any] = []
 
@@ -336,7 +336,7 @@ def test_a_stopped_group_is_not_played_anew() -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_version_is_open_only_when_every_process_has_confirmed_hold_and_release(
+def test_version_opens_when_every_process_has_confirmed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server, "POLL_SECONDS", 0.05)

@@ -113,7 +113,7 @@ def test_function_that_raises_is_heard() -> None:
 
 
 @pytest.mark.parametrize("error", [EngineError("no engine is left")])
-def test_engine_that_fails_is_named_in_place_of_what_the_agent_made_of_it(error: Exception, tmp_path: Path) -> None:
+def test_failed_engine_is_named_before_the_agents_error(error: Exception, tmp_path: Path) -> None:
     for make in (proxied(), command(PROGRAM, tmp_path)):
         with pytest.raises(EngineError, match="no engine is left"):
             play(make, Raising(error))
@@ -186,7 +186,7 @@ def asking_at(temperature: float) -> Callable[[], Proxied]:
 
 
 @pytest.mark.parametrize("drawn", [0.5, 0.0, 0.8])
-def test_agent_may_say_the_temperature_that_it_is_trained_at_in_evaluations_too(drawn: float) -> None:
+def test_agent_may_name_its_training_temperature(drawn: float) -> None:
     assert played(asking_at(0.5), drawn).turns[0].completion.token_ids == [0, 1, 2]
     with pytest.raises(EpisodeFailed, match=r"agent_error: .* rollout\.temperature is 0\.5"):
         played(asking_at(1.0), drawn)
@@ -257,9 +257,7 @@ def test_program_is_ended_with_its_episode(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_program_has_the_environment_without_secrets_and_without_a_proxy_before_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_program_has_the_environment_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET, "x")
     monkeypatch.setenv("ASYNCRL_RUN_ID", "run0")
     monkeypatch.setenv("no_proxy", "example.org")

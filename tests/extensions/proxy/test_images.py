@@ -128,7 +128,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_image_is_answered_with_400_and_reaches_no_engine(model: Path, vision: Vision, name: str) -> None:
+def test_non_image_is_answered_with_400_before_engines(model: Path, vision: Vision, name: str) -> None:
     engine = engine_of()
     given, why = REFUSED[name]
 

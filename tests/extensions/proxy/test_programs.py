@@ -62,7 +62,7 @@ def test_who_left_the_group_and_holds_its_pipe_is_not_waited_for(monkeypatch: py
     os.kill(pid, 9)
 
 
-def test_program_that_is_given_up_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+def test_abandoned_program_is_killed_with_its_children(tmp_path: Path) -> None:
     """It ignores what can be ignored."""
     told = tmp_path / "pids"
     code = (

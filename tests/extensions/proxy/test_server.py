@@ -219,9 +219,7 @@ def test_refusals_are_counted(proxy: Proxy, runner: asyncio.Runner) -> None:
 # --- clients that go, episodes that end ---------------------------------------------------------------------
 
 
-def test_request_is_cancelled_when_its_client_goes_and_its_answer_belongs_to_nobody(
-    proxy: Proxy, runner: asyncio.Runner
-) -> None:
+def test_request_is_cancelled_with_its_client(proxy: Proxy, runner: asyncio.Runner) -> None:
     async def main() -> None:
         generate, before = Blocking(written(3, EOS_ID)), proxy.figures.abandoned
         async with proxy.session(generate) as session, client(proxy, session.key) as http:
@@ -329,7 +327,7 @@ async def ask_and_wait(proxy: Proxy, raised: Exception, answers: list[httpx.Resp
             await asking
 
 
-def test_error_of_the_fleet_is_told_and_ends_the_episode_by_its_name(proxy: Proxy, runner: asyncio.Runner) -> None:
+def test_fleet_error_ends_the_episode_by_its_name(proxy: Proxy, runner: asyncio.Runner) -> None:
     answers: list[httpx.Response] = []
     with pytest.raises(EngineError, match="no engine is left"):
         runner.run(ask_and_wait(proxy, EngineError("no engine is left"), answers))
@@ -344,7 +342,7 @@ def test_bug_is_no_fault_of_the_agent(proxy: Proxy, runner: asyncio.Runner) -> N
     assert error(answers[0])[0] == 500
 
 
-def test_signals_stay_with_the_process_and_the_server_leaves_nothing(runner: asyncio.Runner) -> None:
+def test_signals_stay_with_the_process_around_the_server(runner: asyncio.Runner) -> None:
     async def main() -> None:
         handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
         made, generate = Proxy(), Blocking()

@@ -42,7 +42,7 @@ def said(answer: ApiResponse) -> Message:
     return json.loads(answer.whole("chat", template()))["choices"][0]["message"]
 
 
-def test_written_tokens_stand_in_the_next_context_as_they_were_written() -> None:
+def test_written_tokens_stand_unchanged_in_the_next_context() -> None:
     """ "12" would be tokenised to one token; the model wrote two, and once more wrote one."""
 
     async def main() -> None:
@@ -178,7 +178,7 @@ answers = st.lists(
 
 
 @given(answers, st.randoms(use_true_random=False))
-def test_history_that_was_kept_is_kept_token_for_token_and_any_other_begins_anew(
+def test_kept_history_is_kept_by_token_and_others_begin_anew(
     script: list[tuple[list[int], bool]], draw: random.Random
 ) -> None:
     completions = [written(*ids, EOS_ID) if ends else written(*ids, finish="length") for ids, ends in script]
@@ -236,7 +236,7 @@ def test_calls_of_tools_are_told_and_found_again_in_the_history() -> None:
     assert behind._figures.contexts_begun == 1
 
 
-def test_history_under_other_tools_begins_anew_with_values_rendered() -> None:
+def test_history_under_other_tools_begins_anew() -> None:
     async def main() -> None:
         generate = Talking([written(100, EOS_ID), written(4, EOS_ID)], Says(template(CALLS), CALL))
         async with session(generate) as behind:
@@ -260,7 +260,7 @@ def test_without_tools_a_call_is_text(body: dict[str, Any]) -> None:
 # --- texts, choices, rewards --------------------------------------------------------------------------------
 
 
-def test_text_goes_on_from_the_tokens_of_the_text_that_it_begins_with() -> None:
+def test_text_goes_on_from_the_tokens_of_its_beginning() -> None:
     async def main() -> None:
         generate = Talking(
             [written(1, 2, EOS_ID), written(3, EOS_ID), written(4, EOS_ID), written(5, EOS_ID)], template()
@@ -332,7 +332,7 @@ def test_several_choices_are_answers_of_their_own() -> None:
     asyncio.run(main())
 
 
-def test_trajectory_is_in_the_order_of_asking_and_turns_are_told_in_that_of_answering() -> None:
+def test_trajectory_has_asking_order_turns_answering_order() -> None:
     class SecondFirst(Talking):
         """Its first answer waits for its second."""
 
@@ -413,7 +413,7 @@ def test_reward_of_nothing_is_refused(body: dict[str, Any]) -> None:
 # --- where it goes wrong ------------------------------------------------------------------------------------
 
 
-def test_full_context_is_told_by_an_empty_answer_and_then_refused() -> None:
+def test_full_context_answers_empty_and_then_refuses() -> None:
     async def main() -> None:
         empty, answer = written(finish="length"), written(3, EOS_ID)
         async with session(Talking([answer, empty, answer, empty, empty], template())) as behind:
@@ -438,7 +438,7 @@ def test_what_the_template_cannot_say_is_refused() -> None:
     asyncio.run(main())
 
 
-def test_error_of_the_fleet_ends_the_block_whatever_is_made_of_it() -> None:
+def test_fleet_error_ends_the_block_whatever_is_made_of_it() -> None:
     async def main(n: int) -> None:
         async with session(Raising(EngineError("all engines are gone"))) as behind:
             with pytest.raises(ApiError) as refused:
@@ -460,7 +460,7 @@ def test_error_of_the_fleet_ends_the_block_whatever_is_made_of_it() -> None:
             asyncio.run(failing)
 
 
-def test_block_that_is_cancelled_is_cancelled_though_the_fleet_failed_too() -> None:
+def test_cancelled_block_is_cancelled_despite_a_fleet_error() -> None:
     async def main() -> None:
         async def block() -> None:
             async with session(Raising(EngineError("gone"))) as behind:

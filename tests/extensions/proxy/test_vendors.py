@@ -152,9 +152,7 @@ def test_custom_tool_is_to_the_model_a_function_of_one_text(
     assert function["function"]["parameters"]["required"] == ["input"]
 
 
-def test_tools_of_a_provider_are_refused_by_name_and_so_are_two_of_one_name(
-    proxy: Proxy, runner: asyncio.Runner
-) -> None:
+def test_provider_tools_and_duplicates_are_refused_by_name(proxy: Proxy, runner: asyncio.Runner) -> None:
     shell = {"type": "local_shell", "description": "x" * 300, "name": "shell"}
     other = {**FUNCTION, "parameters": {}}
 
@@ -304,7 +302,7 @@ async def by_messages(base_url: str, key: str, retries: int, **more: Any) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("ask", "sdk"), [(by_chat, openai), (by_responses, openai), (by_messages, anthropic)])
-def test_errors_are_those_of_every_client_and_none_is_asked_for_again(
+def test_errors_are_those_of_clients_and_not_retried(
     proxy: Proxy, runner: asyncio.Runner, ask: Callable[..., Any], sdk: Any, stream: bool
 ) -> None:
     """Clients would wait for seconds, and ask the engines of an episode that has ended."""
@@ -338,7 +336,7 @@ def test_errors_are_those_of_every_client_and_none_is_asked_for_again(
 
 @pytest.mark.parametrize("ask", [by_chat, by_responses, by_messages])
 @pytest.mark.parametrize("status", [429, 503])
-def test_engine_that_is_overloaded_is_asked_again_and_the_agent_only_waits(
+def test_overloaded_engine_is_asked_again_while_agents_wait(
     proxy: Proxy, runner: asyncio.Runner, ask: Callable[..., Any], status: int
 ) -> None:
     busy = [True, False]
@@ -407,7 +405,7 @@ def spoiled(value: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("api", BODIES, ids=["chat", "responses", "messages"])
-def test_body_of_any_form_is_answered_or_refused_and_never_a_bug_of_the_proxy(api: Any) -> None:
+def test_body_of_any_form_is_answered_or_refused(api: Any) -> None:
     """A bug ends the run."""
 
     class ReadsImages(Talking):
@@ -448,9 +446,7 @@ async def ask(base_url: str, key: str, messages: list[Any], **more: Any) -> Any:
         ({"type": "function", "function": {"name": "add"}}, '{"a": 5}}</tool_call>'),
     ],
 )
-def test_forced_call_is_begun_in_the_context_and_the_model_writes_the_rest(
-    proxy: Proxy, runner: asyncio.Runner, choice: Any, rest: str
-) -> None:
+def test_forced_call_begins_in_the_context(proxy: Proxy, runner: asyncio.Runner, choice: Any, rest: str) -> None:
     async def agent(base_url: str, key: str) -> Any:
         history = [user("1")]
         first = await ask(base_url, key, history, tools=[CHAT_TOOL], tool_choice=choice)
@@ -483,7 +479,7 @@ def test_call_that_cannot_be_forced_is_refused(proxy: Proxy, runner: asyncio.Run
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-def test_call_in_a_format_of_sglang_cannot_be_forced_and_the_refusal_says_why(choice: Any) -> None:
+def test_sglang_format_calls_cannot_be_forced_with_a_reason(choice: Any) -> None:
     with pytest.raises(ApiError, match=r"tool_choice: got .*how calls of sglang:glm45 begin is not known") as refused:
         parsing.forced(choice, [CHAT_TOOL], "sglang:glm45")
     assert refused.value.status == 400
@@ -491,7 +487,7 @@ def test_call_in_a_format_of_sglang_cannot_be_forced_and_the_refusal_says_why(ch
 
 
 @pytest.mark.parametrize(("written", "samples"), [("7Obs", 1), ("7Obs 8", 2)])
-def test_answer_is_cut_at_a_stop_string_and_goes_on_where_nothing_was_written_behind_it(
+def test_stop_string_cuts_and_the_turn_goes_on_there(
     proxy: Proxy, runner: asyncio.Runner, written: str, samples: int
 ) -> None:
     """What the client has not read is no context of its next request."""
@@ -509,7 +505,7 @@ def test_answer_is_cut_at_a_stop_string_and_goes_on_where_nothing_was_written_be
 
 
 @pytest.mark.parametrize(("follows", "samples"), [("348", 1), ("8", 2), ("", 2)])
-def test_text_goes_on_from_its_stop_string_and_a_text_without_it_begins_anew(
+def test_text_goes_on_from_its_stop_string_or_anew(
     proxy: Proxy, runner: asyncio.Runner, follows: str, samples: int
 ) -> None:
     """What the engine wrote stands in a context once: neither twice, nor where the client's text does not have it."""
@@ -649,9 +645,7 @@ THINKING = "{% for message in messages %}{{ message.reasoning_content }}{{ messa
         ),
     ],
 )
-def test_thoughts_that_are_sent_back_are_shown_to_the_template_where_a_context_begins(
-    api: Any, history: dict[str, Any]
-) -> None:
+def test_returned_thoughts_reach_the_template_at_a_context(api: Any, history: dict[str, Any]) -> None:
     async def main() -> list[int]:
         generate = Talking([written(3, EOS_ID)], template(THINKING))
         async with bare_session(generate) as behind:
@@ -661,7 +655,7 @@ def test_thoughts_that_are_sent_back_are_shown_to_the_template_where_a_context_b
     assert asyncio.run(main()) == [1, 3, 4, 5, 6, ASKS]
 
 
-def test_thoughts_are_told_apart_and_may_be_left_out_of_the_history(runner: asyncio.Runner) -> None:
+def test_thoughts_are_told_apart_and_may_be_left_out(runner: asyncio.Runner) -> None:
     async def main() -> None:
         proxy = Proxy(reasoning=True)
         generate = says(THINKS + CALL, "6")
@@ -730,7 +724,7 @@ print(json.dumps(told))
 """
 
 
-def test_sglang_reads_the_calls_of_its_models_and_what_it_drops_stays_in_the_text() -> None:
+def test_sglang_reads_calls_and_dropped_text_stays() -> None:
     """In a process of its own: SGLang changes the one that imports it."""
     cases = [(name, text) for name, (text, _) in READ.items()] + DROPPED + [("glm45", "plain")]
     asked = json.dumps({"tools": [CHAT_TOOL], "cases": cases})

@@ -61,7 +61,7 @@ def test_a_value_of_fp8_is_within_half_a_step_of_its_weight(shape: tuple[int, in
     assert (error <= torch.maximum(weight.abs() / 16, each / 1024) * 1.0001).all()
 
 
-def test_a_value_of_int8_is_within_half_a_step_of_its_weight_in_each_channel() -> None:
+def test_int8_is_within_half_a_step_per_channel() -> None:
     weight = torch.randn(40, 200) * torch.logspace(-6, 6, 40)[:, None]
     codes, scales = INT8.quantize(weight)
     assert (codes.dtype, scales.shape) == (torch.int8, (40, 1))
@@ -71,7 +71,7 @@ def test_a_value_of_int8_is_within_half_a_step_of_its_weight_in_each_channel() -
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_zeros_stay_zeros_and_values_on_the_grid_stay_where_they_are(form: Any) -> None:
+def test_zeros_and_grid_values_stay_where_they_are(form: Any) -> None:
     assert not form.dequantize(*form.quantize(torch.zeros(130, 130)), WIDE).any()
     once = form.quantize(torch.randn(130, 260))
     again = form.quantize(form.dequantize(*once, torch.float32))
@@ -82,7 +82,7 @@ CODED = sorted(name for name, family in FAMILIES.items() if family.adapters and 
 
 
 @pytest.mark.parametrize("architecture", CODED)
-def test_all_linear_maps_of_layers_and_nothing_else_are_quantized(architecture: str) -> None:
+def test_all_linear_maps_of_layers_alone_are_quantized(architecture: str) -> None:
     tensors = model(architecture)
     found = sent(quantized(tensors, "int8", architecture))
     codes = {name for name in found if found[name].dtype is torch.int8}
@@ -145,13 +145,13 @@ def checksums(tensors: dict[str, Tensor], device: Any = "cuda", tp: int = 2) -> 
     return expected.result()
 
 
-def test_an_engine_with_codes_of_fp8_must_answer_as_one_with_their_values() -> None:
+def test_fp8_engine_answers_as_one_with_its_values() -> None:
     """SGLang hashes the values in bfloat16, without the scales (utils/weight_checker.py)."""
     codes, values = sent(quantized(large(), "fp8")), sent(quantized(large(), "fp8_simulated"))
     assert differing(checksums(values), checksums(codes)) == []
 
 
-def test_an_engine_with_codes_of_int8_must_answer_with_its_codes_and_scales() -> None:
+def test_int8_engine_answers_with_its_codes_and_scales() -> None:
     codes = sent(quantized(large(), "int8"))
     found = checksums(codes)
     qkv = [codes[f"model.layers.0.self_attn.{x}_proj.weight_scale"].chunk(2) for x in "qkv"]

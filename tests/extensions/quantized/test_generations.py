@@ -18,7 +18,7 @@ from tests.launch.checks.worlds import AMPERE, BLACKWELL, HOPPER, check, job, no
         (BLACKWELL, "int8", "set fp8, or int8_simulated"),
     ],
 )
-def test_what_sglang_does_not_support_on_the_engines_gpus_is_refused(gpu: str, kind: str, remedy: str) -> None:
+def test_what_sglang_lacks_on_these_gpus_is_refused(gpu: str, kind: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy) as caught:
         check(gpu, **{FIELD: kind})
     assert caught.value.field == FIELD

@@ -16,7 +16,7 @@ def method(after_loading: Any, apply: Any = None) -> type:
     return type("Method", (), {"process_weights_after_loading": after_loading, "apply": apply})
 
 
-def test_a_layer_of_int8_multiplies_by_the_transpose_and_keeps_its_parameter() -> None:
+def test_int8_layer_multiplies_by_the_transpose_in_place() -> None:
     def transpose(self: Any, layer: Any) -> None:
         pytest.fail("the parameter is replaced")
 
@@ -32,7 +32,7 @@ def test_a_layer_of_int8_multiplies_by_the_transpose_and_keeps_its_parameter() -
     assert linear.apply(layer, torch.tensor([[1.0, 1.0]]), None).tolist() == [[3.0, 7.0, 11.0]]
 
 
-def test_a_scale_of_the_cache_that_was_drawn_at_the_start_is_forgotten() -> None:
+def test_cache_scale_drawn_at_the_start_is_forgotten() -> None:
     def process(self: Any, layer: Any) -> None:
         layer.k_scale_float = 1.0 if layer.k_scale <= 0 and layer.v_scale <= 0 else float(layer.k_scale)
 

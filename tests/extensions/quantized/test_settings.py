@@ -73,7 +73,7 @@ def problems(config: Config, model: dict[str, Any], gpus: int = 8) -> list[Confi
     return list(own.launch().check_model(config, model, gpus))
 
 
-def test_simulated_formats_fit_all_of_it_but_a_run_without_a_trainer() -> None:
+def test_simulated_formats_fit_all_but_untrained_runs() -> None:
     made = tiny_config(**{FIELD: "int8_simulated"})
     assert made.changes_base  # the engines must not answer with the folder's weights
     assert not tiny_config().changes_base
@@ -123,13 +123,13 @@ def test_engines_that_cannot_hold_codes_are_told_what_can(gpus: int, more: dict[
 
 @pytest.mark.parametrize("kind", ["fp8", "int8_simulated"])
 @pytest.mark.parametrize(("model", "what"), [("Phi3", "fused layers"), ("GptOss", "stacked experts")])
-def test_models_whose_files_hold_several_matrices_in_one_are_refused(kind: str, model: str, what: str) -> None:
+def test_models_with_fused_files_are_refused(kind: str, model: str, what: str) -> None:
     config = tiny_config(**{FIELD: kind, "engine.dtype": "bfloat16"})
     (found,) = problems(config, {**MODEL, "architectures": [f"{model}ForCausalLM"]})
     assert f"{what}: set none" in found.remedy
 
 
-def test_engines_that_hold_codes_start_with_random_ones_in_the_format_of_the_publishes() -> None:
+def test_engines_with_codes_start_with_random_ones() -> None:
     real, simulated = (tiny_config(**{FIELD: kind, "engine.dtype": "bfloat16"}) for kind in ("fp8", "fp8_simulated"))
     found = lookup.engine_arguments(real)
     assert found["load_format"] == "dummy"
@@ -145,7 +145,7 @@ def test_adapters_are_merged_where_engines_hold_codes() -> None:
         assert choose_lora(config, LLAMA, 8)[0].weights.lora == way
 
 
-def test_recorded_settings_have_the_old_name_and_keep_their_meaning() -> None:
+def test_recorded_settings_keep_their_meaning_by_old_names() -> None:
     old = json.loads(tiny_config().model_dump_json())
     del old["quantized"]
     old["engine"]["quantization"] = "int8_simulated"

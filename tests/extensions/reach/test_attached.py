@@ -55,7 +55,7 @@ def test_engine_that_was_started_as_the_run_needs_it_passes(engine: Callable[...
     check_attached(tiny_config(**ATTACHED, **{"engine.tensor_parallel": 2}), "key0")
 
 
-def test_overlap_scheduling_is_refused_only_where_pauses_are_in_place(engine: Callable[..., None]) -> None:
+def test_overlap_is_refused_only_for_in_place_pauses(engine: Callable[..., None]) -> None:
     engine({**WELL, "disable_overlap_schedule": False})
     assert "--disable-overlap-schedule" in str(refusal())
     check_attached(tiny_config(**ATTACHED, **{"weights.pause_mode": "retract"}), "key0")
@@ -87,7 +87,7 @@ def test_engine_that_cannot_take_or_prove_new_weights_is_refused(
         ({"trainer.lora.rank": 8, "weights.lora": "versions"}, "--enable-lora"),
     ],
 )
-def test_engine_that_lacks_what_the_run_needs_is_refused_with_the_flag(
+def test_engine_lacking_what_the_run_needs_names_the_flag(
     engine: Callable[..., None], changes: dict[str, Any], flag: str
 ) -> None:
     engine(WELL)
@@ -99,7 +99,7 @@ def test_engine_that_does_not_stream_what_is_new_is_refused(engine: Callable[...
     assert "--incremental-streaming-output" in refusal().remedy
 
 
-def test_engine_that_is_not_there_or_has_another_key_or_is_no_engine_is_refused(engine: Callable[..., None]) -> None:
+def test_absent_foreign_or_false_engine_is_refused(engine: Callable[..., None]) -> None:
     engine(httpx.ConnectError("refused"))
     assert "does not answer (ConnectError refused)" in refusal().remedy
     engine({}, status=401)

@@ -72,7 +72,7 @@ def test_a_folder_that_is_another_one_there_is_told(tmp_path: Path) -> None:
     assert unseen(found) == {name: ["/shared", "/gone", str(tmp_path / "other"), "/models"] for name in "ab"}
 
 
-def test_a_machine_that_is_early_tries_again_until_the_first_listens() -> None:
+def test_early_machine_tries_again_until_the_first_listens() -> None:
     told = reach(seconds=30.0)
     with ThreadPoolExecutor() as pool:
         early = pool.submit(answers, told, "b")
@@ -123,7 +123,7 @@ def test_another_server_at_the_port_is_told() -> None:
     assert found["b"]["problem"].endswith("another server answers there")
 
 
-def test_what_was_found_is_told_though_the_last_attempt_had_no_time() -> None:
+def test_findings_are_told_though_the_last_try_had_no_time() -> None:
     with socket.create_server((HERE, 0)) as server, ThreadPoolExecutor() as pool:
         found = pool.submit(_connect, reach(port=server.getsockname()[1]), b"b", time.monotonic() + 3.0)
         end, _ = server.accept()
@@ -150,7 +150,7 @@ class Alone(Machines):
 
 
 @pytest.mark.parametrize("answer", ["", "fails"])
-def test_folders_are_marked_while_the_machines_look_and_left_as_they_were(tmp_path: Path, answer: str) -> None:
+def test_folders_are_marked_meanwhile_and_left_as_they_were(tmp_path: Path, answer: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     alone = Alone(answer)
     folders = [tmp_path, Path("/proc/self")]  # where nobody writes
@@ -178,7 +178,7 @@ def test_the_trainers_machines_sum_by_what_their_ranks_will_use(gpu: bool, backe
     assert {one["problem"] for one in found.values()} == {"no answer"}
 
 
-def test_a_port_that_nobody_listens_on_is_told_within_the_deadline() -> None:
+def test_silent_port_is_told_within_the_deadline() -> None:
     told, began = reach(seconds=1.0), time.monotonic()
     found = answers(told, "b")
     assert time.monotonic() - began < 60
@@ -187,7 +187,7 @@ def test_a_port_that_nobody_listens_on_is_told_within_the_deadline() -> None:
     assert f"b to a ({HERE}:{told.port}): cannot reach" in finding.value
 
 
-def test_a_machine_that_never_comes_is_told_by_the_first_and_waited_for_no_longer_than_said() -> None:
+def test_absent_machine_is_told_and_awaited_no_longer() -> None:
     told = reach(seconds=1.0)
     found = answers(told, "a")
     assert found["a"]["problem"] == "no connection came from ['b']"
@@ -214,7 +214,7 @@ def test_machines_sum_over_gloo() -> None:
     assert "over gloo between 2 machines" in finding.value
 
 
-def test_an_interface_that_is_not_there_fails_and_is_named_with_its_machine() -> None:
+def test_missing_interface_is_named_with_its_machine() -> None:
     told = allreduce(interfaces={"a": "lo", "b": "nosuch0"}, seconds=2.0)
     found = answers(told, "a", "b")
     (finding,) = check_allreduce(told, found)
@@ -238,7 +238,7 @@ def test_answers_are_found_among_what_modules_print(noise: str) -> None:
     assert parse([noise + line + noise]) == {"a": {"node": "a", "problem": ""}}
 
 
-def test_a_machine_without_an_answer_gets_the_last_words_that_were_heard() -> None:
+def test_silent_machine_gets_the_last_words_heard() -> None:
     cut = MARK + '{"node": "b", "pro'
     found = parse(["Lmod: loaded\nModuleNotFoundError: No module named 'asyncrl'\n", cut], ["a", "b"])
     assert "No module named 'asyncrl'" in found["a"]["problem"]
@@ -249,7 +249,7 @@ def test_a_machine_without_an_answer_gets_the_last_words_that_were_heard() -> No
     assert "first words" not in long
 
 
-def test_a_program_that_waits_for_ever_answers_and_ends_in_its_time() -> None:
+def test_endless_program_answers_and_ends_in_its_time() -> None:
     code = f"import time; from {end_after.__module__} import end_after; end_after(0.2, {{'node': 'a'}}); time.sleep(60)"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -43,9 +43,7 @@ class Answers:
         return told, {name: {"problem": "", "seconds": 0.1} for name in names}
 
 
-def test_machines_of_a_job_are_asked_whether_they_reach_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_of_a_job_are_asked_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = Answers(monkeypatch)
     findings = of_job(tmp_path, 2, **BOTH)
     assert {findings[field].level for field in ("network", "all-reduce", "ports", "cluster.gpus")} == {"ok"}
@@ -53,25 +51,19 @@ def test_machines_of_a_job_are_asked_whether_they_reach_each_other(
     assert "network" not in of_job(tmp_path, 1)
 
 
-def test_trainers_on_one_machine_have_no_sum_to_make_over_the_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trainers_on_one_machine_need_no_network_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = Answers(monkeypatch)
     assert of_job(tmp_path, 2)["network"].level == "ok"
     assert not answers.summed
 
 
-def test_a_sum_is_not_waited_for_where_machines_do_not_reach_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sum_is_not_awaited_without_a_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = Answers(monkeypatch, "timed out")
     assert of_job(tmp_path, 2, **BOTH)["cluster.interface"].level == "error"
     assert not answers.summed
 
 
-def test_a_folder_that_some_machine_does_not_see_is_told_by_its_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unseen_folder_is_told_by_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     answers = Answers(monkeypatch, unseen=[str(shared)])

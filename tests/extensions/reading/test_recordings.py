@@ -137,7 +137,7 @@ def test_events_that_were_rolled_back_are_left_out(tmp_path: Path) -> None:
     assert record(began(0), rejected(5)) == [began(0), rejected(5)]
 
 
-def test_process_that_started_again_continues_after_its_own_snapshot(tmp_path: Path) -> None:
+def test_restarted_process_continues_after_its_snapshot(tmp_path: Path) -> None:
     """Not after that of a checkpoint of the same version, and from version 0, too."""
     before = [Began("r", 0.0, 0, {}), Saved(0, 1), Taken(0, ["g0"], {}), Saved(0, 2), Saved(0), Taken(1, ["g1"], {})]
     writer, again = Writer(tmp_path), [Began("r", 0.0, 0, {}, 2), Taken(1, ["g2"], {})]

@@ -34,9 +34,7 @@ def test_a_reader_that_follows_gets_every_record_once(tmp_path: Path) -> None:
     assert list(TimelineReader(tmp_path).new()) == RECORDS[:5]
 
 
-def test_a_torn_frame_waits_until_it_is_whole_and_a_restart_drops_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torn_frame_waits_and_a_restart_drops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "FILE_BYTES", 300)  # the reader crosses files
     writer = timeline.writer(tmp_path, timeline.ROLLOUT)
     for slot in range(8):

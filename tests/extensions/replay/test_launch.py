@@ -23,7 +23,7 @@ REPLAY = {"mode": "replay", "replay.from": "/runs/a"}
 
 
 @pytest.mark.parametrize("schedule", [True, False])
-def test_a_process_repeats_the_schedule_before_the_trainers_train(schedule: bool) -> None:
+def test_process_repeats_the_schedule_before_training(schedule: bool) -> None:
     config = tiny_config(**REPLAY, **{"replay.schedule": schedule})
     placement = place(config, imagined(config, 1, 0))
     specs = plan(config, replace(addresses(), **placement.urls()), placement, Path("/runs/r"))
@@ -39,7 +39,7 @@ def test_number_formats_are_those_of_the_recorded_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{**REPLAY, "replay.from": "/nowhere"}, {"replay.compare": "/nowhere"}])
-def test_folder_without_a_recording_is_a_finding_of_the_preflight(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_missing_recording_is_a_finding_of_the_preflight(changes: dict[str, Any], tmp_path: Path) -> None:
     (field,) = changes.keys() - {"mode"}
     config = tiny_config(**changes)
     finding = found(config, tmp_path)[field]

@@ -74,9 +74,7 @@ def test_command_line_overrides_them_also_with_a_default(tmp_path: Path, monkeyp
     assert config.algo.mini_batches == 2
 
 
-def test_settings_of_extensions_are_those_of_the_recorded_run_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extensions_have_the_recorded_runs_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = recorded(tmp_path, **reusing(groups=2, reset_every=7))
     assert replayed(monkeypatch, source).sample_reuse.groups == 2
     given = replayed(monkeypatch, source, "+sample_reuse.groups=3").sample_reuse
@@ -92,9 +90,7 @@ class Elsewhere(Extension):
     trains = False
 
 
-def test_settings_of_an_extension_that_does_not_train_are_this_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extensions_that_do_not_train_have_this_runs_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"elsewhere": f"{__name__}:Elsewhere"}
     source = recorded(tmp_path, extensions=found, elsewhere={"seconds": 2.0})
     arguments = [f"+extensions.elsewhere={__name__}:Elsewhere"]

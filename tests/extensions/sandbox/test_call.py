@@ -28,7 +28,7 @@ def began(settings: Settings, *command: str) -> tuple[int, str, str]:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), *said
 
 
-def test_what_cannot_be_set_up_is_a_fault_and_what_cannot_be_run_is_none() -> None:
+def test_failed_setup_is_a_fault_and_unrunnable_none() -> None:
     assert began(settings(), "true") == (0, "", "")
     assert began(settings(), "no-such-program") == (127, "no-such-program: No such file or directory\n", "")
     assert began(settings(), "/etc") == (126, "/etc: Permission denied\n", "")

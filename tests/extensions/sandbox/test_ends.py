@@ -83,9 +83,7 @@ def owner(kind: str) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize("kind", ["own users", "one user", "unsafe"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_owner_that_is_killed_leaves_no_process_and_the_next_start_removes_the_rest(
-    kind: Kind, number: signal.Signals
-) -> None:
+def test_killed_owner_leaves_no_process_and_no_rest(kind: Kind, number: signal.Signals) -> None:
     with owner(kind) as run:
         known = [psutil.Process(pid) for pid in processes(run.pid)]
         run.send_signal(number)
@@ -121,7 +119,7 @@ def start_and_stop(kind: Kind) -> None:
     asyncio.run(main())
 
 
-def test_folder_of_a_dead_owner_is_removed_at_the_next_start_and_that_of_a_living_one_is_not() -> None:
+def test_folder_of_a_dead_owner_goes_and_of_a_living_stays() -> None:
     mine = Marker.mine()
     folders = [Path(tempfile.gettempdir(), marker.name(1)) for marker in (mine, Marker(mine.namespace, mine.pid, 1))]
     for folder in folders:
@@ -136,7 +134,7 @@ def test_folder_of_a_dead_owner_is_removed_at_the_next_start_and_that_of_a_livin
 
 @kinds
 @pytest.mark.parametrize("who", ["worker", "bubblewrap"])
-def test_worker_or_bubblewrap_that_is_killed_fails_what_it_had_and_the_backend_goes_on(kind: Kind, who: str) -> None:
+def test_killed_worker_fails_its_own_and_the_backend_lives(kind: Kind, who: str) -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE), backend(kind, warm=1) as opened:
             sandbox = await opened.open()
@@ -199,7 +197,7 @@ def ends(pid: int) -> list[str]:
 
 
 @kinds
-def test_sandbox_that_is_closed_in_the_middle_of_anything_leaves_nothing(kind: Kind) -> None:
+def test_sandbox_closed_in_the_middle_leaves_nothing(kind: Kind) -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE), backend(kind) as opened:
             for attack in (STUBBORN, FORK_BOMB, DAEMON):
@@ -251,9 +249,7 @@ def test_backend_whose_start_is_cancelled_leaves_nothing(kind: Kind) -> None:
     asyncio.run(main())
 
 
-def test_folders_go_at_the_end_of_any_run_when_their_owner_is_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_of_dead_owners_go_at_the_end_of_any_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine = Marker.mine()
     alive, dead = [tmp_path / marker.name(1) for marker in (mine, replace(mine, started=1))]

@@ -30,7 +30,7 @@ def test_limit_that_allows_nothing_is_refused(name: str) -> None:
         Limits(**{name: 0})
 
 
-def test_outcome_is_ok_only_if_it_exited_with_zero_and_its_text_is_never_an_error() -> None:
+def test_outcome_is_ok_only_with_exit_status_zero() -> None:
     assert Outcome("exited", 0, b"a\xff", b"", 0.1).ok
     assert Outcome("exited", 0, b"a\xff", b"", 0.1).text == "a�"
     assert not Outcome("exited", 1, b"", b"", 0.1).ok
@@ -73,9 +73,7 @@ def maps(folder: Path, text: str) -> Path:
     return folder
 
 
-def test_sandboxes_of_one_process_and_of_others_have_users_that_nobody_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sandboxes_have_users_that_nobody_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     found, everybody = [], maps(tmp_path, "0 0 4294967295\n")
     for pid in (1234, 1235):
@@ -116,7 +114,7 @@ def proc(folder: Path, mountinfo: str, cgroup: str) -> Path:
     return folder
 
 
-def test_groups_are_made_below_our_own_in_each_hierarchy_of_version_1(tmp_path: Path) -> None:
+def test_groups_are_below_our_own_in_each_v1_hierarchy(tmp_path: Path) -> None:
     lines = "8:pids:/docker/abc/x\n4:memory:/a/b\n2:cpu,cpuacct:/\n1:name=systemd:/elsewhere\n"
     assert bases(proc(tmp_path, V1, lines)) == Bases(
         {
@@ -127,7 +125,7 @@ def test_groups_are_made_below_our_own_in_each_hierarchy_of_version_1(tmp_path: 
     )
 
 
-def test_hierarchy_that_is_mounted_without_our_own_group_is_left_out(tmp_path: Path) -> None:
+def test_hierarchy_without_our_own_group_is_left_out(tmp_path: Path) -> None:
     assert "pids" not in bases(proc(tmp_path, V1, "8:pids:/docker/other\n")).version_1
 
 
@@ -179,9 +177,7 @@ def test_group_of_version_2_bounds_memory_swap_and_processes(kernel: dict[str, l
     assert list(tmp_path.iterdir()) == []
 
 
-def test_group_without_a_controller_leaves_no_folder_and_the_next_place_is_tried(
-    kernel: dict[str, list[str]], tmp_path: Path
-) -> None:
+def test_group_without_controller_leaves_no_folder(kernel: dict[str, list[str]], tmp_path: Path) -> None:
     scope = tmp_path / "scope"
     os.mkdir(scope)
     kernel["scope"] = ["cgroup.procs"]
@@ -193,7 +189,7 @@ def test_group_without_a_controller_leaves_no_folder_and_the_next_place_is_tried
     group.release()
 
 
-def test_where_no_group_can_be_made_nothing_is_bounded_and_nothing_raised(tmp_path: Path) -> None:
+def test_without_groups_nothing_is_bounded_or_raised(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     group = ControlGroup(Bases({"memory": missing}, (missing,)), "g", memory=1, processes=1)
     assert (group.bounds, group.descriptors, group.remove()) == (set(), [], True)
@@ -340,7 +336,7 @@ def test_files_are_counted_where_the_kernel_counts_bytes_alone(monkeypatch: pyte
 # --- what is seen, and what is in force ----------------------------------------------------------------------
 
 
-def test_guests_see_the_python_that_runs_us_and_nothing_of_our_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guests_see_our_python_and_no_environment_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "not-for-guests")
     shown = bubblewrap.shown()
     for path in (sys.prefix, sys.base_prefix):
@@ -350,7 +346,7 @@ def test_guests_see_the_python_that_runs_us_and_nothing_of_our_environment(monke
     assert not any(bubblewrap.folders_above(path) & set(shown) for path in shown)
 
 
-def test_python_below_tmp_is_shown_inside_the_writable_folder_and_tmp_stays_a_link() -> None:
+def test_python_below_tmp_is_shown_and_tmp_stays_a_link() -> None:
     assert bubblewrap.links()["/tmp"] == "/sandbox/tmp"
     assert bubblewrap.nested(["/usr", "/opt/tmp"]) == []
     deep, direct, shared = bubblewrap.nested(["/usr", "/tmp/checkout/.venv", "/tmp/venv", "/dev/shm/a/b"])
@@ -377,9 +373,7 @@ def test_every_protection_either_holds_or_is_said_to_lack(
         assert {"secrets", "files", "signals"} <= found.lacks.keys()
 
 
-def test_program_in_the_virtual_environment_comes_before_that_on_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_virtual_environment_comes_first_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere, unpacked = tmp_path / "bin" / "bwrap", tmp_path / "venv" / bubblewrap.UNPACKED
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
     monkeypatch.setenv("PATH", str(elsewhere.parent))

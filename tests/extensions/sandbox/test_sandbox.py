@@ -292,7 +292,7 @@ def test_closed_sandbox_fails_typed_and_may_be_closed_again(kind: Kind) -> None:
     with_a_sandbox(kind, test)
 
 
-def test_demand_that_this_machine_cannot_meet_is_refused_with_what_there_is() -> None:
+def test_unmet_demand_is_refused_with_what_there_is() -> None:
     async def main() -> None:
         async with backend("unsafe", require=["network", "files"]) as opened:
             with pytest.raises((ConfigError, EpisodeFailed)) as caught:
@@ -328,7 +328,7 @@ def test_nothing_runs_without_isolation_unless_that_is_said() -> None:
 
 @pytest.mark.parametrize("no_bubblewrap", ["missing", "fails"], indirect=True)
 @pytest.mark.usefixtures("no_bubblewrap")
-def test_allowed_by_name_programs_run_and_it_says_what_is_not_protected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allowed_programs_run_and_gaps_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "prefix", "/usr")  # everybody may read that Python
     monkeypatch.setattr(sys, "base_prefix", "/usr")
 
@@ -349,7 +349,7 @@ def test_allowed_by_name_programs_run_and_it_says_what_is_not_protected(monkeypa
 
 @needs_bubblewrap
 @needs_readable_python
-def test_where_new_namespaces_cannot_be_forbidden_inside_it_does_without() -> None:
+def test_unforbiddable_namespaces_are_done_without() -> None:
     """An older bubblewrap, or one in a container, refuses --disable-userns."""
     ways = [way for way in start.ways(False)[0] if way.own_uid != "programs"]
     assert [("--disable-userns" in way.users) for way in ways] == [True, False]

@@ -87,7 +87,7 @@ def test_sockets_of_the_own_network_can_be_made_and_no_others(machine: str) -> N
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_threads_and_forks_are_let_through_and_namespaces_are_not(machine: str) -> None:
+def test_threads_and_forks_pass_and_namespaces_do_not(machine: str) -> None:
     fork, thread = 0x01200011, 0x003D0F00
     assert [verdict(machine, "clone", flags) for flags in (fork, thread)] == [0, 0]
     for bit in (17, 25, 26, 27, 28, 29, 30):  # CLONE_NEWNS ... CLONE_NEWNET
@@ -106,7 +106,7 @@ def test_process_1_is_out_of_reach_and_a_guests_own_are_not(machine: str) -> Non
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_memory_of_no_process_can_be_had_only_where_it_is_counted(machine: str) -> None:
+def test_memory_of_no_process_needs_counting(machine: str) -> None:
     assert verdict(machine, "memfd_create") == 0
     assert verdict(machine, "memfd_create", unseen_memory=False) == errno.ENOSYS
     assert verdict(machine, "memfd_secret") == errno.EPERM

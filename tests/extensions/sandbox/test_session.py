@@ -143,7 +143,7 @@ def test_what_cannot_be_done_is_refused_before_it_is_asked(
     with_a_sandbox(test)
 
 
-def test_cancelled_call_is_stopped_and_its_answer_is_nobody_elses() -> None:
+def test_cancelled_call_is_stopped_and_answers_nobody() -> None:
     async def test(sandbox: LocalSandbox, worker: Worker) -> None:
         first, second = begin(sandbox.run(["first"])), begin(sandbox.run(["second"]))
         assert (await worker.hear())[0]["command"] == ["first"]
@@ -159,7 +159,7 @@ def test_cancelled_call_is_stopped_and_its_answer_is_nobody_elses() -> None:
     with_a_sandbox(test)
 
 
-def test_call_that_is_cancelled_while_it_waits_for_another_is_never_made() -> None:
+def test_cancelled_waiting_call_is_never_made() -> None:
     async def test(sandbox: LocalSandbox, worker: Worker) -> None:
         first, second, third = (begin(sandbox.run([word])) for word in ("first", "second", "third"))
         await worker.hear()
@@ -221,7 +221,7 @@ def test_fault_of_the_sandbox_fails_the_episode_and_ends_it(how: str, monkeypatc
     with_a_sandbox(test)
 
 
-def test_worker_that_has_gone_unnoticed_fails_the_next_request_whatever_its_size() -> None:
+def test_vanished_worker_fails_the_next_request_of_any_size() -> None:
     async def test(sandbox: LocalSandbox, worker: Worker) -> None:
         await worker.hang_up()
         with pytest.raises(EpisodeFailed, match="sandbox: it fell over"):

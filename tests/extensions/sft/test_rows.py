@@ -82,7 +82,7 @@ def text(model: Path, ids: list[int]) -> str:
     return str(AutoTokenizer.from_pretrained(model).decode(ids, skip_special_tokens=False))
 
 
-def test_trained_tokens_spell_the_assistants_text_and_the_context_is_the_templates(model: Path) -> None:
+def test_trained_tokens_spell_the_assistants_text(model: Path) -> None:
     first, second = trained(model).parts(CHAT, [], "Row 0")
     assert text(model, first.observation) == "<s>user:2+2<e><s>assistant:"
     assert text(model, first.written) == "a/4<e>"
@@ -93,7 +93,7 @@ def test_trained_tokens_spell_the_assistants_text_and_the_context_is_the_templat
     assert text(model, second.observation) == "<s>user:2+2<e><s>assistant:4<e><s>user:sure<e><s>assistant:"
 
 
-def test_turn_follows_the_one_before_where_the_template_leaves_it_as_it_was(model: Path) -> None:
+def test_turn_follows_the_last_where_the_template_keeps_it(model: Path) -> None:
     chat = [{**message, "content": message["content"].replace("/", "")} for message in CHAT]
     first, second = trained(model).parts(chat, [], "Row 0")
     assert (first.begins, second.begins) == (True, False)
@@ -150,9 +150,7 @@ FAMILIES: dict[str, tuple[str, list[str], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_answers_of_every_family_are_trained_to_the_letter_in_the_context_that_its_template_gives(
-    tmp_path: Path, family: str
-) -> None:
+def test_answers_of_every_family_are_trained_to_the_letter(tmp_path: Path, family: str) -> None:
     template, ends, answers, expected = FAMILIES[family]
     folder = of_bytes(tmp_path / "model", template, "<s>", ends[-1], *ends[:-1])
     chat = [
@@ -180,7 +178,7 @@ def test_answers_of_every_family_are_trained_to_the_letter_in_the_context_that_i
 CALL = {"role": "assistant", "content": "I add.", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
 
 
-def test_tool_call_is_trained_where_the_template_writes_it_and_refused_where_it_drops_it(tmp_path: Path) -> None:
+def test_tool_call_is_trained_where_written_else_refused(tmp_path: Path) -> None:
     writes = of_bytes(tmp_path / "writes", CHATML, "<s>", "<|im_end|>")
     (part,) = trained(writes).parts([CHAT[0], CALL], [], "Row 0")
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
@@ -202,9 +200,7 @@ MARKED = (
 """Marks exactly what a template without marks gives an answer."""
 
 
-def test_marks_of_a_template_train_what_transformers_mask_says_and_what_we_find_without_them(
-    model: Path, tmp_path: Path
-) -> None:
+def test_template_marks_train_what_transformers_mask_says(model: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     marked, plain = (
@@ -299,7 +295,7 @@ def test_rows_are_conversations_or_pairs(tmp_path: Path) -> None:
     assert rows.question(1) == {"messages": [head, *CHAT[:1]], "tools": [], "answer": "4"}
 
 
-def test_pairs_have_other_names_by_settings_and_datasets_are_folders_of_splits(tmp_path: Path) -> None:
+def test_pairs_have_settable_names_and_datasets_splits(tmp_path: Path) -> None:
     own = rows_of(tmp_path / "own.jsonl", [{"q": "1", "a": "2"}], prompt_key="q", answer_key="a")
     assert own.conversation(0)[0][-1]["content"] == "2"
     (tmp_path / "set").mkdir()

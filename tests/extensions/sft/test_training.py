@@ -28,7 +28,7 @@ def test_every_row_is_trained_once_in_each_epoch(batch: int, epochs: int) -> Non
     assert order.epochs(order.steps) == epochs
 
 
-def test_order_is_a_function_of_the_version_alone_and_every_epoch_has_its_own() -> None:
+def test_order_is_a_function_of_the_version_alone() -> None:
     """So a resumed run, in whatever layout, trains the rows that it would have trained."""
     whole, resumed = (RowOrder(0, 50, 8, seed=3, epochs=None) for _ in range(2))
     before = [whole.rows(version) for version in range(40)]
@@ -93,7 +93,7 @@ def test_experiment_runs_trainers_alone() -> None:
         ({"algo.aggregation": "constant"}, r"algo\.aggregation: .*token or sequence"),
     ],
 )
-def test_settings_that_mean_nothing_to_supervised_training_are_refused(changes: dict[str, Any], problem: str) -> None:
+def test_settings_without_meaning_for_sft_are_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         warmup(**changes)
 

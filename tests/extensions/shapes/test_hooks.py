@@ -48,7 +48,7 @@ def scheduler_class() -> Any:
 
 
 @pytest.mark.usefixtures("stage")
-def test_requests_are_passed_on_once_and_before_they_are_processed() -> None:
+def test_requests_are_passed_on_once_and_early() -> None:
     scheduler = scheduler_class()()
     for requests in (["join"], [], ["load"]):
         scheduler.loop(requests)

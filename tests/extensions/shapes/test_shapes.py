@@ -40,7 +40,7 @@ STAGES = {"engine.pipeline_parallel": 2, "weights.pause_mode": "drain"}
         (MOE, {**STAGES, "algo.routing_replay": "R3"}, "pipeline_parallel", "cannot report routed experts"),
     ],
 )
-def test_an_engine_of_a_shape_that_the_model_does_not_have_is_refused(
+def test_engine_shape_that_the_model_lacks_is_refused(
     hf: dict[str, Any], changes: dict[str, Any], field: str, remedy: str
 ) -> None:
     with pytest.raises(ConfigError, match=remedy) as caught:

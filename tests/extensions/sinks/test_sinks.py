@@ -188,7 +188,7 @@ def test_wandb_without_a_key_is_told_before_the_run(way: str, tmp_path: Path, mo
     assert [one.level for one in found] == ([] if way else ["warning"])
 
 
-def test_key_that_stands_in_the_settings_is_refused_without_being_shown() -> None:
+def test_key_in_the_settings_is_refused_without_being_shown() -> None:
     values = tiny_values(**{"sinks.wandb": {"api_key": KEY}})
     with pytest.raises(ConfigError, match=r"sinks\.wandb\.api_key") as refused:
         load(values)
@@ -210,7 +210,7 @@ def test_run_without_sinks_has_no_listener(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "project"), [({"entity": "team"}, "asyncrl"), ({"project": "mine"}, "mine")])
-def test_project_has_a_name_also_where_only_other_arguments_are_given(
+def test_project_has_a_name_beside_other_arguments(
     given: dict[str, str], project: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`+sinks.wandb.entity=team` replaces the default of the whole field."""

@@ -53,9 +53,7 @@ def test_a_job_of_a_whole_machine_is_submitted(tmp_path: Path, sbatch: Path) -> 
     assert submitted(made).startswith("failed: sbatch: ")
 
 
-def test_a_job_that_still_waits_is_not_submitted_again_and_is_cancelled_at_the_end(
-    tmp_path: Path, sbatch: Path
-) -> None:
+def test_waiting_job_is_not_repeated_and_cancelled_at_the_end(tmp_path: Path, sbatch: Path) -> None:
     squeue, scancel = sbatch.with_name("squeue"), sbatch.with_name("scancel")
     sbatch.write_text('#!/bin/sh\necho x >> "$0.asked"\necho $((76 + $(wc -l < "$0.asked")))\n')
     squeue.write_text("#!/bin/sh\necho 77\necho 9\n")

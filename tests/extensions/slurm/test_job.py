@@ -110,7 +110,7 @@ def test_machine_tells_its_own_name_address_and_gpus(
     assert (code, nodes, problem.startswith("node7: cluster.interface")) == (1, [], True)
 
 
-def test_a_machine_that_cannot_take_part_is_named_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfit_machine_is_named_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_started", lambda argv: argv)
     monkeypatch.setattr(module, "_finished", lambda argv, seconds: f'{MARK}{{"problem": "node2: no ib0"}}')
     with pytest.raises(LaunchError, match=r"^node2: no ib0$"):
@@ -132,7 +132,7 @@ def answered(*names: str) -> str:
     return "".join(f"{MARK}{json.dumps(one)}\n" for one in told)
 
 
-def test_machines_stand_in_the_order_of_the_job_whoever_answers_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_stand_in_the_order_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
     monkeypatch.setattr(module, "_started", asked.append)
     monkeypatch.setattr(module, "_finished", lambda argv, seconds: answered("a", "c", "b"))
@@ -144,7 +144,7 @@ def test_machines_stand_in_the_order_of_the_job_whoever_answers_first(monkeypatc
     assert asked[1][-1] == str(REPLICA_PORTS)
 
 
-def test_a_program_is_run_once_on_each_machine_or_on_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_runs_once_on_each_or_the_named_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_started", lambda argv: argv)
     monkeypatch.setattr(module, "_finished", lambda argv, seconds: argv)
     job = of("3", ["c"], ["a", "b"])
@@ -161,9 +161,7 @@ def test_a_program_is_run_once_on_each_machine_or_on_those_that_are_named(monkey
     assert sruns(nodes=["b"]) == [{"het-group": "1", "nodes": "1", "ntasks": "1", "nodelist": "b"}]
 
 
-def test_srun_has_the_jobs_environment_and_ends_when_its_time_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_srun_has_the_jobs_environment_and_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment excludes what Slurm sets for the batch step only."""
     waits = "trap 'echo ended; exit' TERM\nwhile :; do sleep 0.02; done"
     (tmp_path / "srun").write_text(f"#!/bin/bash\nenv\n[ $SLURM_JOB_ID = 4 ] || exit 0\n{waits}\n")
@@ -218,7 +216,7 @@ def test_what_a_former_launcher_noted_of_its_steps_is_forgotten(tmp_path: Path) 
     assert not any(note.exists() for note in notes)
 
 
-def test_every_process_is_a_step_on_its_machine_and_all_trainers_are_one(tmp_path: Path) -> None:
+def test_every_process_is_a_step_and_trainers_are_one(tmp_path: Path) -> None:
     found = steps(tmp_path, 4, **{"trainer.data_parallel": 4, "engine.count": 2, "checkpoint.every": 5})
     assert found["trainer"].restarts > 0
     assert list(found) == ["engine-0", "engine-1", "router", "rollout", "trainer"]
@@ -240,7 +238,7 @@ def test_every_process_is_a_step_on_its_machine_and_all_trainers_are_one(tmp_pat
     assert options(found["rollout"])["job-name"] == "asyncrl-01234567"
 
 
-def test_ranks_have_in_common_what_is_common_and_their_own_beside_it(tmp_path: Path) -> None:
+def test_ranks_share_what_is_common_and_keep_their_own(tmp_path: Path) -> None:
     steps(tmp_path, 2, 2, **{"trainer.data_parallel": 4, "engine.device": "cpu", "cluster.trainer_nodes": 2})
     task = SlurmTask.read(tmp_path / "slurm" / "steps" / "trainer")
     assert task.argv == [sys.executable, "-m", "asyncrl.trainer", "/runs/r"]
@@ -274,7 +272,7 @@ def test_steps_name_their_component_where_there_are_several(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["pyxis", "apptainer"])
-def test_containers_have_their_own_python_and_the_folders_of_the_run(tmp_path: Path, kind: str) -> None:
+def test_containers_have_their_python_and_the_runs_folders(tmp_path: Path, kind: str) -> None:
     container = {"kind": kind, "image": "us/asyncrl", "mounts": ["/data:/data"], "python": "/opt/python"}
     changes = {f"slurm.container.{name}": value for name, value in container.items()}
     found = steps(tmp_path, 1, **changes)["engine-0"]

@@ -51,7 +51,7 @@ def test_shipped_scripts_ask_for_the_nodes_that_their_ranks_need() -> None:
     assert "slurm.container.kind=pyxis" in texts["pyxis"]
 
 
-def test_options_of_the_users_are_kept_and_those_of_the_run_are_its_own() -> None:
+def test_options_of_users_are_kept_beside_the_runs() -> None:
     found = options(made(**{"slurm.sbatch": {"partition": "gpu", "exclusive": False, "mem_per_cpu": "4G"}}).text())
     assert {"--partition=gpu", "--mem-per-cpu=4G"} <= set(found)
     assert not any("exclusive" in option for option in found)
@@ -60,7 +60,7 @@ def test_options_of_the_users_are_kept_and_those_of_the_run_are_its_own() -> Non
             made(**{"slurm.sbatch": {option: 3}}).text()
 
 
-def test_two_runs_are_an_array_with_a_case_and_an_output_for_each(tmp_path: Path) -> None:
+def test_two_runs_are_an_array_with_a_case_each(tmp_path: Path) -> None:
     runs = [(tmp_path / str(number), [f"run.seed={number}"]) for number in range(2)]
     text = script(slurm_config(**NO_GPUS), runs, tmp_path / "a folder").text()
     assert {"--array=0-1", f"--output={tmp_path}/0/slurm/%A_%a.out", "--open-mode=append"} <= set(options(text))
@@ -111,7 +111,7 @@ def on(number, act, seconds=30):
         ("on(signal.SIGUSR1, lambda: None, 2)", 0, 0, ""),  # it was asked, and came to its end
     ],
 )
-def test_script_passes_signals_on_and_asks_for_the_queue_where_it_was_paused(
+def test_script_passes_signals_on_and_requeues(
     tmp_path: Path, program: str, restarts: int, code: int, asked: str
 ) -> None:
     """Run as Slurm runs it, with a launcher and an scontrol of our own."""
@@ -193,7 +193,7 @@ def test_command_leaves_no_value_on_the_disk(tmp_path: Path) -> None:
     assert "the-value" not in done.stdout + done.stderr + "".join(path.read_text() for path in files)
 
 
-def test_the_group_has_every_setting_with_its_default_but_asks_for_whole_machines() -> None:
+def test_group_has_every_default_but_asks_whole_machines() -> None:
     composed = compose_values("experiment=tiny", "cluster=slurm")
     assert composed["slurm"].pop("sbatch") == {"exclusive": True, "mem": 0}
     assert composed["slurm"] == SlurmSettings().model_dump(exclude={"sbatch"})

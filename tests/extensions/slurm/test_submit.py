@@ -52,7 +52,7 @@ def _config(world: int, engines: int, tensor: int, teachers: int, cpu_nodes: int
     return with_scorer(**JOB, **shape, **teaching, **{"cluster.cpu_nodes": cpu_nodes})
 
 
-def test_machines_of_a_job_that_is_not_submitted_are_imagined_and_nothing_is_known_of_them() -> None:
+def test_machines_of_a_job_to_come_are_imagined_and_unknown() -> None:
     config = slurm_config(**{"cluster.gpus": 8, "trainer.data_parallel": 8, "engine.count": 8})
     job = SlurmJob(config, {})
     job.probe(config)

@@ -126,7 +126,7 @@ def test_task_that_is_killed_takes_its_process_along(tmp_path: Path) -> None:
     until(lambda: carrying(f"{MARK}={identity}/it".encode()) == [])
 
 
-def test_tasks_whose_launcher_is_dead_end_and_one_of_them_speaks_for_the_job(tmp_path: Path) -> None:
+def test_tasks_of_a_dead_launcher_end_and_one_speaks(tmp_path: Path) -> None:
     folder = tmp_path / "steps"
     folder.mkdir()
     lease, said = Lease(tmp_path / "run.lease", {}), tmp_path / "said"
@@ -150,7 +150,7 @@ def test_launcher_that_was_never_seen_is_waited_for(tmp_path: Path) -> None:
     assert begun(tmp_path, "import time; time.sleep(2)", **watch).wait(50) == 0
 
 
-def test_task_that_is_asked_writes_down_what_its_process_is_doing(tmp_path: Path) -> None:
+def test_asked_task_writes_what_its_process_is_doing(tmp_path: Path) -> None:
     """Slurm passes the signal to all processes of the step: it is for the task alone."""
     (tmp_path / "logs").mkdir()
     code = "import time\ndef stands_here():\n    print('up', flush=True); time.sleep(60)\nstands_here()"
@@ -167,9 +167,7 @@ def test_task_that_is_asked_writes_down_what_its_process_is_doing(tmp_path: Path
 
 
 @pytest.mark.parametrize("ends", ["is renewed no more", "is removed"])
-def test_watched_lease_has_ended_only_when_it_was_there_and_was_missed_again_and_again(
-    tmp_path: Path, ends: str
-) -> None:
+def test_watched_lease_ended_when_it_was_missed_repeatedly(tmp_path: Path, ends: str) -> None:
     clock = Clock()
     lease = Lease(tmp_path / "e0.lease", {}, clock)
     watched = Watched(tmp_path / "e0.lease", 60.0, clock)

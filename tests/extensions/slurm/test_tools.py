@@ -43,7 +43,7 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_packages_that_apt_would_install_are_downloaded_at_their_version() -> None:
+def test_packages_are_downloaded_at_apts_version() -> None:
     expected = ["libmunge2=0.5.15-2+deb12u1", "libhwloc15=2.9.0-1", "slurmd=22.05.8-4+deb12u3"]
     assert debian_tools.to_install(SIMULATION) == expected
 
@@ -72,7 +72,7 @@ def test_program_without_its_library_is_found_out(tmp_path: Path) -> None:
     assert debian_tools.unresolved(tmp_path) == ["slurmd: libasked.so.1"]
 
 
-def test_failure_leaves_neither_a_folder_nor_a_slurm_for_the_tests(
+def test_failure_leaves_no_folder_and_no_slurm(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "venv with a space" / "slurm"
@@ -98,7 +98,7 @@ def test_failure_leaves_neither_a_folder_nor_a_slurm_for_the_tests(
     assert "`make slurm` unpacks it" in lab.missing()
 
 
-def test_folder_that_is_not_whole_is_replaced_and_a_whole_one_stays(path: Path, tmp_path: Path) -> None:
+def test_partial_folder_is_replaced_and_a_whole_one_stays(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "slurm"
     (folder / "usr/sbin").mkdir(parents=True)
     (folder / "usr/sbin/old").touch()

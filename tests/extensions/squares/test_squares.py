@@ -57,7 +57,7 @@ def test_every_move_shows_where_the_square_is_and_arriving_wins() -> None:
 
 
 @pytest.mark.parametrize("action", ["", "rr", " r", "x"])
-def test_anything_but_a_move_ends_the_game_with_a_penalty_for_each_turn_that_is_left(action: str) -> None:
+def test_non_move_ends_the_game_with_its_penalties(action: str) -> None:
     game = FindSquare(turns=4, invalid=-0.5)
     game.reset({"places": [0, 6]})
     assert not game.step("r").done

@@ -85,7 +85,7 @@ def test_calls_are_numbered_through_their_conversation() -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @given(text=st.lists(st.sampled_from([*'<>{}[]();:,"=\\ a1', "<tool_call>", "</tool_call>", ADD, "\x00", "\ud800"])))
-def test_no_text_makes_it_raise_and_calls_have_arguments_that_json_knows(format: str, text: list[str]) -> None:
+def test_no_text_makes_it_raise_and_calls_are_json(format: str, text: list[str]) -> None:
     rest, calls = parse("".join(text), format)
     assert calls or rest == "".join(text)
     for call in calls:

@@ -35,7 +35,7 @@ def test_every_kind_has_an_example() -> None:
     }
 
 
-def test_options_of_the_environment_are_all_there_with_their_defaults() -> None:
+def test_options_of_the_environment_have_their_defaults() -> None:
     told = dict(re.findall(r"^\| `(\w+)` \| .* \| ([^|]+) \|$", TEXT.split("## The environment")[1], re.MULTILINE))
     parameters = inspect.signature(ToolEnv).parameters.values()
     options = {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}

@@ -68,7 +68,7 @@ async def hang(arguments: dict[str, Any]) -> str:
     return ""
 
 
-def test_calls_are_answered_in_their_order_by_messages_of_the_tools() -> None:
+def test_calls_are_answered_in_their_order() -> None:
     found = step(f"Let me see. {called('add', a=1, b=2)} and {called('add', b=5, a=6)}")
     assert found.messages == [
         {"role": "tool", "tool_call_id": "call00000", "name": "add", "content": "3"},
@@ -114,7 +114,7 @@ def test_what_is_wrong_with_a_call_is_told_and_costs_the_penalty(text: str, expe
     assert (message["role"], found.done, found.reward) == ("tool", False, -0.25)  # type: ignore[index]
 
 
-def test_well_formed_calls_beside_a_wrong_one_are_run_and_only_it_costs() -> None:
+def test_good_calls_beside_a_wrong_one_are_run() -> None:
     found = step(f"{called('add', a=1, b=2)}<tool_call>{{</tool_call>{called('nope')}", penalty=0.25)
     contents = [message["content"][:9] for message in found.messages]  # type: ignore[index]
     assert (contents, found.reward) == (["3", "Error: th", "Error: Th"], -0.5)
@@ -158,9 +158,7 @@ TAKES_LONG = "Error: checking the arguments took more than 2 s of CPU time: shor
     ],
     ids=["backtracks", "compares", "overflows", "differs", "fits", "long"],
 )
-def test_arguments_are_checked_in_bounded_time_beside_the_event_loop(
-    schema: dict[str, Any], value: Any, expected: str
-) -> None:
+def test_arguments_are_checked_in_bounded_time(schema: dict[str, Any], value: Any, expected: str) -> None:
     """The loop itself computes less than the check may take."""
     tool = Acts("echo", echo, parameters={"type": "object", "properties": {"text": schema}})
 
@@ -181,7 +179,7 @@ def test_schema_that_cannot_be_used_is_a_fault_of_the_tool(schema: dict[str, Any
     assert not failed.value.retry
 
 
-def test_calls_beyond_the_limit_are_not_run_and_the_turn_after_is_the_last() -> None:
+def test_calls_beyond_the_limit_are_not_run() -> None:
     ran: list[int] = []
 
     async def count(arguments: dict[str, Any]) -> str:
@@ -235,7 +233,7 @@ def test_crash_of_a_tool_is_no_reward_and_keeps_its_cause(error: Exception) -> N
 
 
 @pytest.mark.parametrize("on_fault", ["episode", "model"])
-def test_fault_of_something_else_keeps_its_reason_and_is_told_to_nobody(on_fault: str) -> None:
+def test_foreign_fault_keeps_its_reason_untold(on_fault: str) -> None:
     with pytest.raises(EpisodeFailed, match="sandbox: it is gone"):
         step(called("t"), raising(EpisodeFailed("sandbox", "it is gone")), on_fault=on_fault)
 
@@ -257,7 +255,7 @@ def test_hanging_tool_is_a_fault_and_ends_the_calls_beside_it() -> None:
 
 
 @pytest.mark.parametrize("by_tool", [False, True])
-def test_model_is_told_of_a_fault_where_the_tool_or_the_environment_says_so(by_tool: bool) -> None:
+def test_model_is_told_of_a_fault_where_said_so(by_tool: bool) -> None:
     options: dict[str, Any] = {} if by_tool else {"on_fault": "model"}
     tool = raising(OSError("gone"))
     slow = Acts("slow", hang, timeout=0.05)
@@ -287,7 +285,7 @@ def shot(kind: str) -> Any:
     return {"one": b"png", "both": ["left", b"png", 7]}[kind]
 
 
-def test_images_of_tools_are_parts_of_their_messages_only_where_the_model_sees() -> None:
+def test_images_of_tools_are_parts_where_the_model_sees() -> None:
     image = {"type": "image", "image": b"png"}
     tool = FunctionTool(shot)
     assert told(called("shot", kind="one"), tool, images=True) == [[image]]
@@ -296,7 +294,7 @@ def test_images_of_tools_are_parts_of_their_messages_only_where_the_model_sees()
     assert told(called("shot", kind="both"), tool) == ["left\n[image, which cannot be shown]\n7"]
 
 
-def test_schema_that_refers_elsewhere_is_a_fault_and_fetches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schema_referring_elsewhere_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[Any] = []
     monkeypatch.setattr("urllib.request.urlopen", fetched.append)
     tool = Acts("t", echo, parameters={"$ref": "http://127.0.0.1:1/schema.json"})
@@ -389,7 +387,7 @@ class Opens(Acts):
         self._seen.append(f"close {self.name}")
 
 
-def test_tools_are_opened_and_all_of_them_closed_even_if_one_does_not() -> None:
+def test_tools_are_all_closed_even_if_one_fails() -> None:
     seen: list[str] = []
 
     async def script() -> None:
@@ -449,7 +447,7 @@ def inside(inner: Interval, outer: Interval) -> bool:
     return outer.start <= inner.start <= inner.end <= outer.end
 
 
-def test_tools_nest_in_their_environment_and_faults_are_told_even_where_the_model_is_told_too() -> None:
+def test_tools_nest_and_faults_are_told_all_the_same() -> None:
     async def play() -> list[Interval]:
         activity = Activity()
         CURRENT.set(activity)

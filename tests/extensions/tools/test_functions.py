@@ -53,7 +53,7 @@ def test_signature_and_docstring_are_what_the_model_is_told() -> None:
     assert tool.parameters["additionalProperties"] is False
 
 
-def test_arguments_become_what_the_signature_says_and_the_result_becomes_text() -> None:
+def test_arguments_follow_the_signature_and_results_are_text() -> None:
     found = asyncio.run(FunctionTool(forecast).call({"city": "Köln", "at": {"x": 1}}))
     assert found == '{"city": "Köln", "days": 1, "title": null, "at": "Place(x=1, y=0.0)"}'
 
@@ -75,7 +75,7 @@ def test_function_that_json_cannot_call_is_refused(function: Any) -> None:
         FunctionTool(function)
 
 
-def test_plain_function_does_not_stop_the_loop_and_an_async_one_runs_in_it() -> None:
+def test_plain_function_does_not_stop_the_loop() -> None:
     released = threading.Event()
 
     def wait() -> str:
@@ -101,7 +101,7 @@ def test_what_a_plain_function_raises_comes_with_its_cause() -> None:
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_threads_that_hang_are_counted_until_they_return_and_too_many_are_an_error(
+def test_hanging_threads_are_counted_and_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(threads, "MOST_HANGING", 2)

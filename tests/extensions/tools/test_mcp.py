@@ -74,7 +74,7 @@ async def closed(tools: dict[str, Any]) -> None:
         await tool.close()
 
 
-def test_tools_of_a_server_are_called_at_once_and_answer_each_its_own() -> None:
+def test_concurrent_calls_of_a_server_get_their_answers() -> None:
     async def script(servers: McpServers) -> list[str]:
         tools = await opened(servers)
         return await asyncio.gather(*(tools["echo"].call({"text": str(n)}) for n in range(50)))
@@ -170,7 +170,7 @@ def test_call_that_is_given_up_leaves_the_others() -> None:
     assert run(script) == "here"
 
 
-def test_server_that_answers_nobody_any_more_is_ended_and_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_server_is_ended_and_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "PROBE_SECONDS", 0.2)
 
     async def script(servers: McpServers) -> str:
@@ -225,7 +225,7 @@ def test_hundred_megabytes_are_told_as_too_large() -> None:
 # --- one for all, or one for each -----------------------------------------------------------------------------
 
 
-def test_shared_server_is_started_once_for_episodes_that_begin_at_once() -> None:
+def test_shared_server_is_started_once_for_all() -> None:
     async def script(servers: McpServers) -> list[str]:
         episodes = await asyncio.gather(*(opened(servers) for _ in range(5)))
         pids = {(await tools["pid"].call({})).split()[0] for tools in episodes}
@@ -270,7 +270,7 @@ def test_episode_whose_own_server_dies_is_lost() -> None:
     run(script, per_episode=True)
 
 
-def test_server_that_does_not_come_up_is_tried_anew_within_bounds(tmp_path: Path) -> None:
+def test_failing_server_is_tried_anew_within_bounds(tmp_path: Path) -> None:
     starts: list[int] = []
 
     def connect() -> Connection:

@@ -98,7 +98,7 @@ def test_server_over_http_answers_hangs_goes_away_and_comes_back(options: dict[s
     asyncio.run(main())
 
 
-def test_answer_that_is_too_long_is_told_when_it_comes_as_an_event_too() -> None:
+def test_too_long_answer_is_told_also_as_an_event() -> None:
     port = free_port("127.0.0.1")
 
     async def main() -> None:

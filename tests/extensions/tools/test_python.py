@@ -78,7 +78,7 @@ def test_files_stay_in_a_session_and_nowhere_else() -> None:
     assert "FileNotFoundError" in run(write, read, session=False)[1]
 
 
-def test_session_has_one_sandbox_that_is_opened_when_it_is_needed() -> None:
+def test_session_has_one_sandbox_opened_when_needed() -> None:
     run("1", "2")
     assert len(Folders.opened) == 1
     run()

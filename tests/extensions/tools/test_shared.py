@@ -36,7 +36,7 @@ def test_one_specification_has_one_thing_in_each_loop() -> None:
     assert asyncio.run(main())[0] is not first
 
 
-def test_all_of_it_is_closed_even_if_one_does_not_and_is_made_anew_after() -> None:
+def test_all_is_closed_even_if_one_fails_and_made_anew() -> None:
     async def main() -> None:
         bad, good = shared("k", 1, lambda: Held(True)), shared("k", 2, Held)
         with pytest.raises(OSError, match="does not close"):

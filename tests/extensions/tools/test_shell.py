@@ -34,7 +34,7 @@ def shown(step: Step) -> str:
     return message["content"]  # type: ignore[index]
 
 
-def test_commands_act_on_the_files_and_the_share_of_checks_is_the_reward() -> None:
+def test_share_of_checks_on_the_files_is_the_reward() -> None:
     first, second, third, last = play(
         block("cat data/n.txt; cd data; pwd >&2"), block("exit 3"), block("echo 3 > answer.txt"), "DONE"
     )
@@ -70,7 +70,7 @@ def test_two_blocks_are_not_run() -> None:
     assert (step.done, last.reward) == (False, 0.25)
 
 
-def test_tests_are_hidden_until_the_end_and_what_stands_in_their_place_is_replaced() -> None:
+def test_tests_are_hidden_until_the_end_and_replaced() -> None:
     first, last = play(block("ls -R; echo 'echo 3' > check.sh; echo 7 > answer.txt"), "DONE")
     assert "check" not in shown(first)
     assert last.reward == 0.5  # the answer is there, and wrong

@@ -57,13 +57,13 @@ class Shows(FakeTemplate):
         return [*super().begin(messages), len(tools)]
 
 
-def test_template_that_ignores_tools_is_told_from_one_that_shows_them() -> None:
+def test_template_ignoring_tools_is_told_from_one_that_shows() -> None:
     assert ignores_tools(FakeTemplate(), TOOLS)
     assert not ignores_tools(FakeTemplate(), [])
     assert not ignores_tools(Shows(), TOOLS)
 
 
-def test_tools_that_the_template_does_not_show_are_in_the_system_message() -> None:
+def test_unshown_tools_are_in_the_system_message() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
 
     class Plain(ChatTemplate):

@@ -62,7 +62,7 @@ def test_tools_can_be_asked_for_where_a_loop_runs() -> None:
     assert len(run(script)) == 1
 
 
-def test_class_is_made_anew_for_each_episode_an_instance_and_a_server_are_shared() -> None:
+def test_class_is_made_per_episode_and_instances_shared() -> None:
     specs = {"class": {"use": f"{OWN}:Counter", "params": {"start": 5}}, "instance": {"use": f"{OWN}:COUNTER"}}
 
     async def script() -> dict[str, list[str]]:
@@ -145,7 +145,7 @@ def test_episode_with_tools_is_left_to_the_task_to_score() -> None:
     assert [(turn.observation, turn.reward) for turn in found.turns] == [([], 0.0), ([20], 0.0)]
 
 
-def test_tool_that_fails_again_and_again_stops_new_episodes_until_it_works() -> None:
+def test_failing_tool_stops_new_episodes_until_it_works() -> None:
     heard: list[str] = []
 
     async def script() -> None:

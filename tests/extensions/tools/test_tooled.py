@@ -58,7 +58,7 @@ def test_what_is_wrong_is_refused_by_its_field(tools: Any, options: Any, field: 
     assert caught.value.field == field
 
 
-def test_task_that_is_played_in_an_environment_of_its_own_takes_no_tools() -> None:
+def test_task_with_its_own_environment_takes_no_tools() -> None:
     class Game(Numbers):
         environment = object()
 

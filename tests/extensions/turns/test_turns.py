@@ -40,7 +40,7 @@ from tests.fakes import tiny_config
 # -- by hand -------------------------------------------------------------------------------------------------------
 
 
-def test_returns_beside_those_of_other_episodes_from_the_same_turn_on() -> None:
+def test_returns_compare_episodes_from_the_same_turn_on() -> None:
     # returns 8 2 12 8, shares 1 1/2 1/2 1/2; the other came to its first turn only
     assert found("turn_discounted", TREE, PLAIN) == [3.0, -1.5, 3.5, 1.5, -3.0]
     # at 1/2: 1 + (2 + 8) / 4, 2, 4 + 4, 8, and 5
@@ -51,12 +51,12 @@ def test_returns_beside_those_of_other_episodes_from_the_same_turn_on() -> None:
     assert found("turn_discounted", long, short, middle) == [6 - 0.5, 5 - 1.0, 3 - 0.5, 0 - 3.5, 1 - 3.0, 1 - 5.0]
 
 
-def test_ways_of_a_fork_are_compared_with_each_other_and_with_what_is_known_without_them() -> None:
+def test_ways_of_a_fork_are_compared_with_each_other() -> None:
     # first turns: 8 beside 5. Behind the fork 2 beside 12, and 5 counts as one more. The last one: 5, and 3.5 - 5
     assert found("turn_loo", TREE, PLAIN) == [3.0, (2 - 8.5) / 2, (12 - 3.5) / 2, (8 - 3.5) / 2, -3.0]
 
 
-def test_one_episode_that_forks_is_compared_with_itself_behind_the_fork_alone() -> None:
+def test_lone_forking_episode_is_compared_behind_the_fork() -> None:
     assert found("turn_loo", TREE) == [0.0, (2 - 12) / 2, (12 - 2) / 2, (8 - 2) / 2]
     assert found("turn_discounted", TREE) == [0.0] * 4
 
@@ -69,7 +69,7 @@ def test_contexts_that_meet_by_chance_are_siblings() -> None:
     assert found("turn_loo", one, other, apart)[1::2] == [1 - (3 + 5.5) / 2, 3 - (1 + 4.5) / 2, 8 - 2.0]
 
 
-def test_episodes_that_meet_nowhere_but_at_the_prompt_are_compared_turn_by_turn() -> None:
+def test_episodes_meeting_at_the_prompt_go_turn_by_turn() -> None:
     rng = random.Random(0)
     episodes = [
         Trajectory([said(10 * n + k, observation=[0] * (k > 0), reward=rng.random()) for k in range(1 + n % 3)])
@@ -97,7 +97,7 @@ def test_rewards_to_go_and_process_rewards_go_along_the_ways() -> None:
     assert found("grpo_turn", TREE, PLAIN) == pytest.approx([one * n for n in expected], abs=1e-12)
 
 
-def test_turns_are_normalised_among_all_turns_of_the_group_and_added_up() -> None:
+def test_turns_are_normalised_over_the_group_and_added_up() -> None:
     # Sample 0 has turns of 2 and 1 tokens, sample 1 one turn. Rewards of turns: 3, 1 (the episode's), 2; mean 2, std 1.
     table = make([3, 1], [1.0, 2.0], turn=[0, 0, 1, 0], token_reward=[0.0, 3.0, 0.0, 0.0])
     one = 1 / (1 + EPSILON)
@@ -122,7 +122,7 @@ WHOLE = ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "pass_at_k", "grpo_passk"]
 
 
 @pytest.mark.parametrize("name", [name for name in WHOLE if name in ADVANTAGES])
-def test_whole_episodes_that_fork_are_rewarded_with_the_mean_over_their_ways(name: str) -> None:
+def test_forking_episodes_get_the_mean_over_their_ways(name: str) -> None:
     as_one = [Trajectory([said(*[1] * 4, reward=8.0)]), PLAIN]
     params = {"correct_above": 6.0}
     assert found(name, TREE, PLAIN, **params) == pytest.approx(found(name, *as_one, **params), abs=1e-12)
@@ -181,7 +181,7 @@ def test_constant_reward_of_all_episodes_changes_nothing(name: str, trees: list[
 @pytest.mark.parametrize("name", NAMES)
 @few
 @given(trees=forests(), reward=st.sampled_from([0.1, 0.3, -0.7]))
-def test_ways_that_are_all_worth_the_same_have_exactly_no_advantage(name: str, trees, reward: float) -> None:
+def test_equal_ways_have_exactly_no_advantage(name: str, trees, reward: float) -> None:
     assert not any(found(name, *even(trees, reward)))
 
 
@@ -209,7 +209,7 @@ def test_turns_of_several_tokens_and_roles_each_among_their_own() -> None:
 
 
 @pytest.mark.parametrize(("name", "alone"), [("turn_loo", True), ("turn_discounted", False)])
-def test_only_the_estimator_that_compares_forks_works_without_siblings(name: str, alone: bool) -> None:
+def test_only_the_fork_estimator_works_without_siblings(name: str, alone: bool) -> None:
     with nullcontext() if alone else pytest.raises(ConfigError, match=r"compares siblings.*turn_loo"):
         tiny_config(**{"rollout.group_size": 1, "algo.advantage": name})
 

@@ -58,21 +58,21 @@ def test_mean_with_a_discount_is_that_of_discounted_returns(name: str, case: str
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_centring_takes_its_part_of_the_gradient_and_nothing_else(case: str) -> None:
+def test_centring_takes_only_its_part_of_the_gradient(case: str) -> None:
     of = CASES[case]()
     found = of.mean(advantage("dr_grpo")(of.table))
     assert bias(found * of.size / (of.size - 1), exact(case)) < 1e-12
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_generalised_advantages_of_whole_returns_are_unbiased_whatever_a_critic_says_of_contexts(case: str) -> None:
+def test_gae_of_whole_returns_is_unbiased_for_any_critic(case: str) -> None:
     of = CASES[case]()
     context = of.scores.abs().sum(2).argmax(1)
     table = replace(of.table, values=torch.sin(context.double()))
     assert bias(of.mean(table.share * gae_raw(table, discount=1.0, gae_lambda=1.0)), exact(case)) < 1e-12
 
 
-def test_part_of_a_fork_that_is_left_out_trains_what_comes_behind_it_too_much() -> None:
+def test_omitted_part_of_a_fork_overtrains_what_follows() -> None:
     of = groups(2, ((1, 1),))
     whole = replace(of.table, share=torch.ones_like(of.table.share))
     assert bias(of.mean(advantage("turn_loo")(whole)), world().policy_gradient()) > 1e-2
@@ -96,7 +96,7 @@ def others(values: Tensor, turns: TurnTable, table: TokenTable, *, itself: bool 
     return (group_sum(values, same) - (0 if itself else values)) / count.clamp(min=1), count
 
 
-def test_means_by_turn_that_are_added_up_over_the_turns_of_an_episode_are_biased() -> None:
+def test_means_by_turn_added_over_turns_are_biased() -> None:
     """This is the kind of MT-GRPO. The bias remains if each mean leaves out the own reward and nothing is divided (verl
     #7244)."""
     of = groups(3)
@@ -110,7 +110,7 @@ def test_means_by_turn_that_are_added_up_over_the_turns_of_an_episode_are_biased
     assert bias(of.mean(to_go - at_once), world().policy_gradient()) < 1e-12
 
 
-def test_mean_with_the_own_return_in_it_is_biased_where_it_is_over_more_turns_here_than_there() -> None:
+def test_mean_with_the_own_return_is_biased_over_more_turns() -> None:
     of = groups(3)
     turns = of.table.turns
     to_go = turns.to_go(turns.turn_rewards(), 1.0)
@@ -127,7 +127,7 @@ def test_turns_without_a_sibling_cannot_be_left_out() -> None:
     assert bias(of.mean(torch.where(count > 0, to_go - mean, 0.0)), world().policy_gradient()) > 1e-2
 
 
-def test_return_from_a_later_visit_to_a_context_is_no_baseline_of_the_earlier_one() -> None:
+def test_return_of_a_later_visit_is_no_baseline() -> None:
     of, once = groups(3, forgets=True), groups(3)
     for made, case, biased in ((of, "contexts that come again", True), (once, "three episodes", False)):
         table = replace(made.table, context=made.table.state)  # which does not count visits

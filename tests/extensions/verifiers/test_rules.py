@@ -38,9 +38,7 @@ def test_settings_compose_and_unknown_ones_are_refused(monkeypatch: pytest.Monke
         Verifiers(config.task)
 
 
-def test_virtual_environment_that_is_missing_is_named_with_its_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_venv_is_named_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path))
     config = tiny_config(**{"task.kind": "verifiers", "task.name": "owner/my-env@1.0", "task.params": {}})
     with pytest.raises(ConfigError, match=rf"task\.params\.venv: got '{tmp_path}/envs/my_env'.*asyncrl-envs install"):
@@ -64,9 +62,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("named", [[], ["GIVEN", "PIP_INDEX_URL"]])
-def test_worker_has_no_variable_that_is_not_known_as_harmless_or_named(
-    named: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_has_only_harmless_or_named_variables(named: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     faked(monkeypatch)
     for name, value in GIVEN.items():
         monkeypatch.setenv(name, value)
@@ -75,7 +71,7 @@ def test_worker_has_no_variable_that_is_not_known_as_harmless_or_named(
     assert "ASYNCRL_PROXY_API_KEY" in has
 
 
-def test_variable_that_cannot_reach_the_worker_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_variable_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     faked(monkeypatch)
     monkeypatch.setenv("JUDGE", "secret")
     monkeypatch.delenv("ABSENT", raising=False)
@@ -100,9 +96,7 @@ def prepared(run_dir: Path, origin: Path | None, *tasks: Verifiers) -> Any:
     return SimpleNamespace(run_dir=run_dir, origin=resumed, announced=[object(), *tasks], config=config)
 
 
-def test_resume_with_other_tasks_is_refused_and_the_first_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_with_other_tasks_names_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faked(monkeypatch)
     before, hooks = fake(["1", "0", "nan"]), VerifiersLaunch()
     hooks.begins(prepared(tmp_path, None, before))
@@ -162,7 +156,7 @@ class Commands:
         (None, [], False),
     ],
 )
-def test_install_makes_a_virtual_environment_with_pinned_verifiers(
+def test_install_makes_a_venv_with_pinned_verifiers(
     source: str | None,
     installed: list[str],
     on_path: bool,

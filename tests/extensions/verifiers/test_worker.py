@@ -58,7 +58,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fakes")
-def test_every_end_of_an_episode_has_its_reason_and_none_is_a_zero() -> None:
+def test_every_end_has_its_reason_and_none_is_a_zero() -> None:
     told = TOLD | MORE
     task = fake([*told, "reward is 0"])
 
@@ -110,7 +110,7 @@ def test_agent_that_runs_out_of_its_own_time_is_scored() -> None:
         ("toy_digits", {"id": "best-of-n", "n": 2}, ["", "agent-2"], [1.0, 1.0]),
     ],
 )
-def test_every_trace_that_is_trained_is_a_sample_with_its_own_reward(
+def test_every_trained_trace_is_a_sample_with_its_reward(
     name: str, args: dict[str, Any], roles: list[str], rewards: list[float]
 ) -> None:
     task, generate = made(name, **args), Talking(digits(), template())
@@ -123,7 +123,7 @@ def test_every_trace_that_is_trained_is_a_sample_with_its_own_reward(
 
 
 @pytest.mark.usefixtures("fakes")
-def test_traces_of_one_episode_have_rewards_of_their_own_and_judges_are_not_trained() -> None:
+def test_traces_have_their_rewards_and_judges_none() -> None:
     task, generate = fake(["two"]), Talking(digits(), template())
     ended = play(task, lambda: episode(task, 0, generate))
     assert isinstance(ended, Trajectory)
@@ -132,7 +132,7 @@ def test_traces_of_one_episode_have_rewards_of_their_own_and_judges_are_not_trai
 
 
 @pytest.mark.usefixtures("fakes")
-def test_rewards_and_measures_are_metrics_of_the_episodes_that_were_accepted() -> None:
+def test_rewards_and_measures_are_metrics_of_the_accepted() -> None:
     FIGURES.clear()
     task = fake(["1", "0", "nan"])
 
@@ -171,14 +171,14 @@ def never(answer: RewardInput) -> float:
 
 
 @pytest.mark.usefixtures("fakes")
-def test_engine_that_fails_is_named_in_place_of_what_the_worker_made_of_it() -> None:
+def test_failed_engine_is_named_before_the_workers_error() -> None:
     task = fake(["1"])
     with pytest.raises(EngineError, match="engine 3 is gone"):
         play(task, lambda: episode(task, 0, Raising(EngineError("engine 3 is gone"))))
 
 
 @pytest.mark.usefixtures("fakes")
-def test_episode_that_is_given_up_leaves_the_worker_to_the_others() -> None:
+def test_abandoned_episode_leaves_the_worker_to_others() -> None:
     task = fake(["1"])
 
     async def give_up() -> tuple[Any, ...]:

@@ -75,7 +75,7 @@ def test_what_binds_follows_from_the_shares_of_time(what: str, changes: dict[str
     assert found(advice.binding, evidence(**changes)).title == f"Bound by {what}"
 
 
-def test_environment_binds_where_episodes_spend_their_time_outside_the_engines() -> None:
+def test_environment_binds_where_episodes_spend_their_time() -> None:
     seconds = {("decode", ""): 20.0, ("tool", "search"): 70.0, ("tool", "python"): 5.0, ("waiting", ""): 500.0}
     told = found(advice.binding, replace(evidence(**WAITING), seconds=seconds))
     assert told.title == "Bound by the environment"
@@ -128,7 +128,7 @@ def test_now_is_this_launch_alone_after_a_resume() -> None:
     assert advise(replace(both, since=50)) == []
 
 
-def test_an_engine_is_slow_if_its_requests_are_and_lost_if_it_does_not_serve() -> None:
+def test_engine_is_slow_by_requests_and_lost_if_silent() -> None:
     engines = [
         {"url": f"e{n}", "state": "serving", "running": 10 + n, "tokens_per_s": 500.0 + 50 * n} for n in range(3)
     ]
@@ -139,7 +139,7 @@ def test_an_engine_is_slow_if_its_requests_are_and_lost_if_it_does_not_serve() -
     assert found(advice.lost_engine, lost).title == "1 of 4 engines do not serve"
 
 
-def test_zero_signal_says_whether_questions_are_too_easy_or_too_hard() -> None:
+def test_zero_signal_says_too_easy_or_too_hard() -> None:
     assert "too hard" in found(advice.zero_signal, evidence(**{"groups/signal": 0.2, "reward/mean": 0.1})).text
     assert "too easy" in found(advice.zero_signal, evidence(**{"groups/signal": 0.2, "reward/mean": 0.9})).text
     assert advice.zero_signal(evidence()) is None
@@ -162,7 +162,7 @@ def test_length_drifts_only_without_a_gain_in_accuracy() -> None:
     assert advice.length_drift(evidence()) is None
 
 
-def test_reward_hacking_is_a_part_that_rises_while_the_held_out_accuracy_falls() -> None:
+def test_hacking_is_a_rising_part_with_falling_accuracy() -> None:
     rows = steps(**{"reward/part/format": 0.9})
     for row in rows:
         row.setdefault("reward/part/format", 0.2)

@@ -40,7 +40,7 @@ SLOW = group(
 )
 
 
-def test_straggler_is_the_last_episode_and_what_took_most_of_its_time() -> None:
+def test_straggler_is_the_last_episode_with_its_cause() -> None:
     late = straggler(BatchTimeline(0, 5.0, 8.5, ["fast", "slow"], "slow"), [FAST, SLOW])
     assert late
     assert (late.uid, late.episode, late.phase, late.name, late.seconds) == ("slow", 1, TOOL, "search", 3.5)
@@ -54,14 +54,14 @@ def test_batch_that_did_not_wait_has_the_group_that_ended_last() -> None:
     assert straggler(BatchTimeline(0, 9.0, 9.0, ["lost"]), []) is None
 
 
-def test_calls_of_tools_that_overlap_take_no_longer_than_their_episode() -> None:
+def test_overlapping_calls_take_no_longer_than_the_episode() -> None:
     both = [Interval(TOOL, 0.0, 6.0, "search"), Interval(TOOL, 1.0, 7.0, "search")]
     late = straggler(BatchTimeline(4, 5.0, 7.5, ["g"], "g"), [group("g", both, ended=7.0)])
     assert late
     assert (late.seconds, late.total, late.step) == (7.0, 7.0, 4)
 
 
-def test_time_in_tools_is_not_counted_as_their_environments_and_is_drawn_above_it() -> None:
+def test_time_in_tools_is_not_the_environments() -> None:
     """The metrics of a step count it so, too."""
     played = EpisodeTimeline(1.0, 3, [Interval(TOOL, 2.0, 5.0, "search"), Interval(ENVIRONMENT, 1.0, 5.0, "shop")])
     assert phase_seconds([played, played]) == {(TOOL, "search"): 6.0, (ENVIRONMENT, "shop"): 2.0}
@@ -115,7 +115,7 @@ def test_index_finds_groups_in_all_files_and_follows_new_ones(tmp_path: Path, mo
     assert [one.uid for batch in again.batches.values() for one in again.groups(batch)] == [f"g{n}" for n in range(6)]
 
 
-def test_batches_that_a_resumed_run_takes_again_replace_those_that_were_rolled_back(tmp_path: Path) -> None:
+def test_retaken_batches_replace_the_rolled_back(tmp_path: Path) -> None:
     writer = timeline.writer(tmp_path, ROLLOUT)
     for step in (0, 1, 2, 1):
         writer.write(BatchTimeline(step, 0.0, 1.0, [f"g{step}"]))

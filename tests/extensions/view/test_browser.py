@@ -114,7 +114,7 @@ def until(page: Any, expression: str, expected: Any, seconds: float = 60.0) -> N
 UIDS = "[...document.querySelectorAll('{}')].map(one => one.dataset.uid)"
 
 
-def test_overview_has_a_chart_for_every_measure_and_the_token_leaves_the_address(page: Any) -> None:
+def test_overview_charts_every_measure_without_the_token(page: Any) -> None:
     show(page, view="overview", run="first")
     page.wait_for_selector("figure canvas")
     titles = page.eval_on_selector_all("figure", "all => all.map(one => one.dataset.chart)")
@@ -129,7 +129,7 @@ def test_overview_has_a_chart_for_every_measure_and_the_token_leaves_the_address
     page.wait_for_selector("text=document.title='owned'")  # the warning, as text
 
 
-def test_runs_side_by_side_share_charts_and_show_the_settings_that_differ(page: Any) -> None:
+def test_runs_side_by_side_share_charts_and_differences(page: Any) -> None:
     show(page, view="overview", run="first")
     page.get_by_label("compare second").check()
     page.wait_for_selector("table.settings th:has-text('second')")
@@ -142,7 +142,7 @@ def test_runs_side_by_side_share_charts_and_show_the_settings_that_differ(page: 
     assert page.evaluate("document.querySelector('figure[data-chart=Reward] .plot').chart.data.length") == 3
 
 
-def test_episodes_show_the_recording_and_what_models_wrote_stays_text(page: Any, runs: Path) -> None:
+def test_episodes_show_the_recording_and_text_stays_text(page: Any, runs: Path) -> None:
     show(page, view="episodes", run="first", uid="g000009")
     page.wait_for_selector(".panel .token")
     recorded = Recording(runs / "first").group("g000009")
@@ -174,7 +174,7 @@ def test_groups_are_listed_filtered_and_opened_by_keys(page: Any, runs: Path) ->
     page.wait_for_selector(".panel", state="detached")
 
 
-def test_same_question_is_shown_as_it_was_answered_first_and_last(page: Any) -> None:
+def test_question_is_shown_as_answered_first_and_last(page: Any) -> None:
     show(page, view="episodes", run="first", uid="g000009")
     page.get_by_text("same question in other batches").click()
     until(page, UIDS.format(".panel"), ["g000001", "g000021"])
@@ -197,7 +197,7 @@ def test_anatomy_marks_the_straggler_and_leads_to_its_episodes(page: Any) -> Non
     page.wait_for_selector(".panel .token")  # the episode of the row that was clicked
 
 
-def test_ten_thousand_episodes_are_drawn_as_far_as_they_are_in_view(page: Any, runs: Path) -> None:
+def test_ten_thousand_episodes_are_drawn_as_viewed(page: Any, runs: Path) -> None:
     make(runs / "large", Plan(steps=1, groups=1250, siblings=8, turns=2, tokens=4))
     page.wait_for_selector(".run:has-text('large')", timeout=60_000)
     show(page, view="batches", run="large")
@@ -220,7 +220,7 @@ def test_all_answers_of_a_group_are_shown(page: Any, runs: Path) -> None:
     assert page.evaluate("(all => all.scrollWidth <= all.clientWidth)(document.querySelector('.group .rewards'))")
 
 
-def test_a_run_that_died_shows_its_error_on_every_view_that_would_mislead(page: Any, runs: Path) -> None:
+def test_dead_run_shows_its_error_on_misleading_views(page: Any, runs: Path) -> None:
     """It dies while it is shown. Its settings that were overridden stand at the top."""
     folder = make(runs / "dying", Plan())
     page.wait_for_selector(".run:has-text('dying')", timeout=60_000)
@@ -242,7 +242,7 @@ def test_a_run_that_died_shows_its_error_on_every_view_that_would_mislead(page: 
     assert page.locator(".given code").all_inner_texts() == ["experiment=tiny", "run.max_steps=6"]
 
 
-def test_fleet_fits_a_page_of_1400_pixels_and_lists_every_episode(page: Any, runs: Path) -> None:
+def test_fleet_fits_the_page_and_lists_every_episode(page: Any, runs: Path) -> None:
     folder = make(runs / "broad", Plan())
     status = json.loads((folder / "status.json").read_text())
     for number, engine in enumerate(status["engines"]):

@@ -47,7 +47,7 @@ def uids(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
     return [json.loads(line)["uid"] for line in shown(capsys, *arguments, "--json").splitlines()]
 
 
-def test_overview_has_a_line_for_each_batch_with_what_the_trainer_made_of_it(run: Path, capsys) -> None:
+def test_overview_has_a_line_per_batch(run: Path, capsys) -> None:
     lines = shown(capsys, run).splitlines()
     first, second = (next(line for line in lines if line.startswith(f"│ {step} ")) for step in (0, 1))
     assert cells(first) == ["0", "2", "0.750", "3.5", "0%", "0.0 ≤ 0", "-0.5000", "0.2500"]
@@ -97,7 +97,7 @@ def test_a_trace_without_what_makes_it_is_refused_in_words(
     assert "--trace needs the extension `observe`" in capsys.readouterr().err
 
 
-def test_what_models_and_strangers_wrote_does_not_steer_the_terminal(
+def test_foreign_text_does_not_steer_the_terminal(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -168,7 +168,7 @@ def _model(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_damaged_or_hostile_files_are_told_in_a_line_with_their_name(
+def test_damaged_files_are_told_in_a_line_with_their_name(
     kind: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, harm, reason = BAD[kind]

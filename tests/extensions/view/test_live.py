@@ -19,9 +19,7 @@ def drawn(screen: Screen) -> list[str]:
     return plain[plain.rindex("progress") :].splitlines()
 
 
-def test_terminal_gets_a_live_view_of_progress_reward_episodes_and_engines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_terminal_gets_a_live_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "REFRESH_SECONDS", 0.0)
     screen = Screen(tmp_path, terminal="xterm")
     screen.console.opening()

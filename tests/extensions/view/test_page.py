@@ -65,7 +65,7 @@ def held(text: str) -> dict[str, Any]:
     return json.loads(line)
 
 
-def test_turns_tell_who_acts_and_what_they_follow_where_that_is_not_the_turn_before(tmp_path: Path) -> None:
+def test_turns_tell_actors_and_unusual_predecessors(tmp_path: Path) -> None:
     """Both the page and the terminal show it."""
     turns = [
         Turn([], completion(), role="white"),
@@ -149,7 +149,7 @@ def test_browser_shows_it(run: Path, tmp_path: Path) -> None:
     assert 'data-found="g2"' in shown
 
 
-def test_images_are_shown_once_as_data_and_nothing_of_them_is_executed(tmp_path: Path) -> None:
+def test_images_are_shown_as_data_and_never_executed(tmp_path: Path) -> None:
     """A recording may come from elsewhere: whatever its images hold, they are pixels to the page."""
     comment, file = PngInfo(), io.BytesIO()
     comment.add_text("comment", "<img src=x onerror=alert(1)></script>")

@@ -48,7 +48,7 @@ def test_nothing_is_served_without_the_token(client: TestClient, path: str) -> N
         assert (answer.status_code, "asyncrl-watch" in answer.text) == (401, True)
 
 
-def test_token_of_the_address_becomes_a_cookie_that_scripts_cannot_read(client: TestClient) -> None:
+def test_token_becomes_a_cookie_that_scripts_cannot_read(client: TestClient) -> None:
     client.headers.pop("authorization")
     assert client.get("/?token=wrong", follow_redirects=False).status_code == 401
     answer = client.get("/", params={"token": TOKEN}, follow_redirects=False)
@@ -147,7 +147,7 @@ def test_settings_of_two_runs_show_where_they_differ(tmp_path: Path) -> None:
         assert ["trainer.threads", 1] in get(client, "settings", run="a")["rows"]
 
 
-def test_runs_of_a_sweep_are_told_apart_and_overridden_settings_stand_first(tmp_path: Path) -> None:
+def test_runs_of_a_sweep_show_overridden_settings_first(tmp_path: Path) -> None:
     """A sweep's runs are called 0, 1, ...; what the command line set tells more than what follows from it."""
     names = ["experiment=tiny", "trainer.optimizer.lr", "run.max_steps"]
     for number, lr in enumerate((1e-6, 1e-5)):
@@ -220,9 +220,7 @@ def test_a_group_is_shown_as_it_was_recorded(client: TestClient, run: Path) -> N
     ]
 
 
-def test_a_scan_in_slices_lists_the_newest_groups_first_and_loses_none(
-    client: TestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sliced_scan_lists_newest_first_and_loses_none(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recording of gigabytes is scanned in slices; here a slice is one frame, which holds one step."""
     monkeypatch.setattr("asyncrl.extensions.view.watch.episodes.SCAN_SECONDS", 0.0)
     early = get(client, "groups", step=1)["rows"]  # far behind the scan
@@ -285,7 +283,7 @@ INFO: goes on
 """
 
 
-def test_causes_of_the_last_traceback_matter_and_earlier_ones_do_not(tmp_path: Path) -> None:
+def test_causes_of_the_last_traceback_alone_matter(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rollout.log").write_text(CHAIN)
     (tmp_path / "logs" / "trainer-0.log").write_text("step 1\n")
@@ -314,7 +312,7 @@ def died(folder: Path) -> None:
     (folder / "end.json").write_text(json.dumps({"state": "died", "error": error, "time": 0.0}))
 
 
-def test_a_run_that_died_says_why_with_the_lines_of_its_log_that_matter(tmp_path: Path) -> None:
+def test_dead_run_says_why_with_the_lines_that_matter(tmp_path: Path) -> None:
     died(make(tmp_path / "run", Plan(slow_engine=True)))
     with TestClient(app(RunFolder(tmp_path), TOKEN, ["*"]), headers={"authorization": f"Bearer {TOKEN}"}) as client:
         (one,) = client.get("/api/runs").json()
@@ -328,7 +326,7 @@ def test_a_run_that_died_says_why_with_the_lines_of_its_log_that_matter(tmp_path
         assert (told["state"], {one["state"] for one in told["status"]["engines"]}) == ("died", {"died"})
 
 
-def test_a_run_whose_launcher_was_killed_has_died_and_one_that_loads_for_long_goes_on(tmp_path: Path) -> None:
+def test_killed_launcher_is_death_and_slow_loading_is_not(tmp_path: Path) -> None:
     """Only the launcher's lease tells them apart: neither has written a line for ten minutes."""
     for name in ("killed", "loads"):
         folder = make(tmp_path / name, Plan())
@@ -470,9 +468,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", [*BAD, *ODD])
-def test_bad_run_among_good_ones_is_shown_with_a_reason_and_harms_no_other(
-    kind: str, template: Path, tmp_path: Path
-) -> None:
+def test_bad_run_is_shown_with_a_reason_and_harms_none(kind: str, template: Path, tmp_path: Path) -> None:
     """Whatever is asked is answered: nothing is waited for, and at most some MiB are read."""
     for name in ("bad", "good"):
         shutil.copytree(template, tmp_path / name)
@@ -498,7 +494,7 @@ def test_bad_run_among_good_ones_is_shown_with_a_reason_and_harms_no_other(
     assert set(json.loads(first.removeprefix("data: "))) == {"good", bad["name"]}
 
 
-def test_logs_of_a_strangers_run_that_died_are_read_within_its_folder_alone(tmp_path: Path) -> None:
+def test_strangers_logs_are_read_in_their_folder_alone(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("KeyError: the secret\n")
     logs = make(tmp_path / "runs" / "run", Plan(steps=1)) / "logs"
     logs.mkdir()

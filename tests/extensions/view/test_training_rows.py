@@ -57,9 +57,7 @@ def inspected(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[di
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_right_answers_of_a_recording_are_trained_as_they_were_written(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_right_answers_of_a_recording_are_trained(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = inspected(capsys, run, "--reward", "1:", "--rows")
     assert [(one["uid"], one["reward"]) for one in found] == [("g0", 1.0), ("g1", 1.0), ("g1", 1.0)]
     assert [one[RENDERED][1::2] for one in found] == [["21<eos>"], ["4", "5<eos>"], ["7"]]

@@ -199,7 +199,7 @@ def test_findings_are_counted_and_paths_stay_whole() -> None:
     assert not failed(findings[:2])
 
 
-def test_checks_that_raise_are_findings_by_their_field_or_that_of_the_check() -> None:
+def test_raising_checks_are_findings_by_field() -> None:
     def wrong() -> None:
         raise ConfigError("run.dir", 3, "Name one.")
 

@@ -97,7 +97,7 @@ class Announcing:
         return 0.0
 
 
-def test_an_extension_checks_what_a_task_announces_and_keeps_its_own(tmp_path: Path) -> None:
+def test_extension_checks_what_a_task_announces(tmp_path: Path) -> None:
     task = {"task.kind": f"{__name__}:Announcing", "task.params": {}}
     config = tiny_config(extensions={"checking": f"{__name__}:Checking"}, **task)
     prepared = Preparation(config, tmp_path / "run", cluster_of(config))
@@ -112,7 +112,7 @@ def test_an_extension_checks_what_a_task_announces_and_keeps_its_own(tmp_path: P
     assert prepared.announced == ["a server"]
 
 
-def test_a_run_that_an_extension_refuses_is_reported_and_without_a_preflight_not_started(tmp_path: Path) -> None:
+def test_run_refused_by_an_extension_is_not_started(tmp_path: Path) -> None:
     config = tiny_config(extensions={"checking": f"{__name__}:Checking"}, **{"run.max_steps": 7})
     findings = preflight(Preparation(config, tmp_path / "run", cluster_of(config)))
     assert [one.level for one in findings if one.field == "run.max_steps" and one.value == "7"] == ["error"]
@@ -120,7 +120,7 @@ def test_a_run_that_an_extension_refuses_is_reported_and_without_a_preflight_not
         Preparation(config, tmp_path / "run", cluster_of(config)).all()
 
 
-def test_an_extension_checks_the_model_with_the_number_of_gpus_that_the_run_has(tmp_path: Path) -> None:
+def test_extension_checks_the_model_with_the_gpu_count(tmp_path: Path) -> None:
     extensions = {**JOB["extensions"], "checking": f"{__name__}:Checking"}
     for gpus in (0, 8):
         findings = found(job(extensions=extensions, **{"cluster.gpus": gpus, "cluster.nodes": 2}), tmp_path)
@@ -195,7 +195,7 @@ def test_wrong_questions_are_an_error_of_a_field(
     assert (told[0], told[1], remedy in told[3]) == ("error", field, True), told
 
 
-def test_a_run_that_would_fail_is_not_started_and_its_folder_not_touched(tmp_path: Path) -> None:
+def test_failing_run_is_not_started_nor_its_folder_touched(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     (model / "tokenizer.json").unlink()
     for arguments in (("--check",), ("cluster.preflight=true",)):
@@ -219,7 +219,7 @@ def test_a_run_that_would_fail_is_not_started_and_its_folder_not_touched(tmp_pat
         ({"agent": "asyncrl.agents.single_turn:SingleTurn.run"}, "agent", "module:name"),
     ],
 )
-def test_what_a_launch_would_refuse_is_a_finding_among_the_others(
+def test_what_a_launch_would_refuse_is_a_finding(
     changes: dict[str, object], field: str, remedy: str, tmp_path: Path
 ) -> None:
     config = tiny_config(**changes)
@@ -244,7 +244,7 @@ def test_a_job_to_come_is_placed_on_machines_that_are_imagined(tmp_path: Path) -
     assert "a job of 2 machine(s)" in findings["cluster.launcher"].value
 
 
-def test_dtype_of_a_job_to_come_is_decided_on_its_machines_unless_it_runs_on_gpus(tmp_path: Path) -> None:
+def test_dtype_of_a_future_job_is_decided_on_its_machines(tmp_path: Path) -> None:
     auto = {"trainer.dtype": "auto", "engine.dtype": "auto"}
     cpus = found(job(**{"cluster.gpus": 0, "cluster.nodes": 1, **auto}), tmp_path)
     assert cpus["trainer.dtype"].value == "auto: decided by the job's machines when it starts"
@@ -321,7 +321,7 @@ def test_the_built_in_model_is_whole() -> None:
     assert (files.problems, sum(map(math.prod, files.weights.values()))) == ([], 133_440)
 
 
-def test_errors_are_told_last_where_a_reader_of_the_end_sees_them() -> None:
+def test_errors_are_told_last() -> None:
     found = [error("b", "wrong", "mend it"), ok("a", "fine"), warning("c", "odd", "look"), ok("d", "fine")]
     words = [line.split()[0] for line in rendered(found).splitlines() if not line.startswith(" ")]
     assert words == ["ok", "ok", "warning", "error", "preflight:"]
