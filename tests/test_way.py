@@ -12,7 +12,7 @@ from tests.rollout.machinery import Timing, machinery
 
 PACKAGE = Path(asyncrl.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
-MOST_FILES, MOST_LINES = 56, 10_810
+MOST_FILES, MOST_LINES = 53, 10_400
 """Lower them after a deletion; the aims are 45 files and 8,000 lines."""
 WIRING = {"rollout/__main__.py", "trainer/__main__.py"}
 BESIDE = (
