@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
+from unittest import mock
 
 import pytest
 
@@ -211,8 +212,9 @@ def outside(module: str, config: Config | None) -> None:
         return
     if module == "_shape":
         for hf, experts in ((LLAMA, 0), (SEEING, 3), (OF_TRANSFORMERS, 0)):
-            with suppress(Recorded):
-                model.require(config, model._shape(config, hf, experts))
+            for enabled in (model.enabled, set):  # the second: where no extension enables any shape
+                with suppress(Recorded), mock.patch.object(model, "enabled", enabled):
+                    model.require(config, model._shape(config, hf, experts))
     if module == "auto_plan":
         planner = importlib.import_module("asyncrl.extensions.plan.auto_plan")
         with suppress(Recorded):

@@ -71,8 +71,8 @@ class Router:
         self.words: list[tuple[str, str]] = []
         self.kept = list[str]()
 
-    def known(self) -> set[str]:
-        return set(self.kept)
+    def listed(self) -> dict[str, str]:
+        return {url: str(number) for number, url in enumerate(self.kept)}
 
     def add(self, url: str) -> None:
         self.words.append(("add", url))
