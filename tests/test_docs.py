@@ -21,6 +21,7 @@ from asyncrl.removed import removal
 from tests.fakes import compose_values
 
 ROOT = Path(__file__).resolve().parents[1]
+EXTENSIONS = ROOT / "asyncrl/extensions"
 RECIPES = sorted((ROOT / "recipes").rglob("*.md"))
 PAGES = [
     ROOT / "README.md",
@@ -28,7 +29,7 @@ PAGES = [
     ROOT / "CHANGELOG.md",
     ROOT / "ops/README.md",
     *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "asyncrl/extensions").glob("*/README.md")),
+    *sorted(EXTENSIONS.rglob("README.md")),
     *RECIPES,
 ]
 ids = [str(page.relative_to(ROOT).with_suffix("")) for page in PAGES]
@@ -94,6 +95,13 @@ def test_tests_that_tables_name_as_proof_exist(page: Path) -> None:
 def test_every_package_has_a_row_in_the_developers_table() -> None:
     table, packages = (ROOT / "AGENTS.md").read_text(), (ROOT / "asyncrl").glob("*/__init__.py")
     assert sorted(file.parent.name for file in packages if f"`asyncrl/{file.parent.name}`" not in table) == []
+
+
+def test_every_extension_has_a_row_in_their_table() -> None:
+    rows = re.findall(
+        r"^\| \[`(\w+)`\]\(\1/README\.md\) \| .+ \|$", (EXTENSIONS / "README.md").read_text(), re.MULTILINE
+    )
+    assert rows == sorted(file.parent.name for file in EXTENSIONS.glob("*/__init__.py"))
 
 
 def test_guides_stay_short_and_their_commands_narrow() -> None:
