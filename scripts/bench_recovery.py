@@ -11,6 +11,8 @@ one line of JSON:
     restart_s               the same, from the end of the whole run and a resume to its first new step
     recover_over_restart    the first over the second
     told_s                  what the trainers say: from the launcher's notice of the death to the first publish
+    replay_over_step        seconds of a step that is trained again, over those of one before the kill, which waits for
+                            the engines
     tokens_meanwhile_share  tokens generated between the kill and the next step, over those of as many seconds before it
     bits_equal              whether the trainers held the weights that were served, after they had caught up
 
@@ -36,7 +38,9 @@ import psutil
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from asyncrl.extensions.reading.timelines import TimelineReader  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
+from asyncrl.observability.timeline import ProcessSpan  # noqa: E402
 from scripts import machine  # noqa: E402
 
 EVERY, KILLED_AT, STEPS = 10, 26, 40
@@ -71,6 +75,22 @@ def wait_for_step(run_dir: Path, step: int) -> float:
             raise SystemExit(f"no step {step} within {DEADLINE:.0f} s: see {run_dir}/logs")
         time.sleep(0.02)
     return time.monotonic()
+
+
+def replayed(run_dir: Path) -> float | None:
+    """Return the mean seconds of a step that was trained again, over those of a step before; None if fewer than two
+    were."""
+    spans = [one for one in TimelineReader(run_dir).new() if isinstance(one, ProcessSpan) and one.name == "train"]
+    began: dict[int, list[float]] = {}
+    for span in sorted(spans, key=lambda one: one.start):
+        if span.process.startswith("trainer 0"):
+            began.setdefault(span.step, []).append(span.start)
+    again = [starts[-1] for _, starts in sorted(began.items()) if len(starts) > 1]
+    before = [starts[0] for _, starts in sorted(began.items()) if starts[0] < again[0]] if again else []
+    if len(again) < 2 or len(before) < 2:
+        return None
+    per_step = [(times[-1] - times[0]) / (len(times) - 1) for times in (again, before)]
+    return round(per_step[0] / per_step[1], 3)
 
 
 def kill(run: subprocess.Popen[bytes]) -> None:
@@ -112,6 +132,7 @@ def measure(folder: Path, every: int, killed_at: int, last: int, settings: list[
         "restart_s": round(restart, 2),
         "recover_over_restart": round(recover / restart, 3),
         "told_s": float(found[1]) if (found := TOLD.search(told)) else None,
+        "replay_over_step": replayed(recovers),
         "tokens_meanwhile_share": round(meanwhile / (rate * recover), 3),
         "bits_equal": "the weights are the same" in told,
     }
