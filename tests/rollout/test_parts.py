@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -55,22 +54,6 @@ def test_siblings_spread_over_engines_or_replicas(
     assert client._settings.vocabulary == len(TOKENS)
 
 
-def test_what_is_warned_of_while_the_parts_are_built_is_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """No engine serves a version yet."""
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: None)
-    urls = ("http://engine-0", "http://router", "http://rollout")
-    folder = catalog.resolve("builtin:tiny")
-    addresses = Addresses("run", "key", folder, urls[:1], *urls[1:], gpus=0, started_at=0.0)
-    parts = RolloutParts(tiny_config(**{"rollout.max_running_groups": "auto"}), addresses, tmp_path)
-    asyncio.run(parts.close())
-    (line,) = map(json.loads, (tmp_path / "warnings.jsonl").read_text().splitlines())
-    assert line["version"] == 0
-    assert "open files" in line["warning"]
-
-
 class Keeping(Extension):
     """Keeps a state, and draws the second of two tasks alone."""
 
@@ -95,7 +78,10 @@ def test_extensions_weigh_tasks_and_resume_from_a_snapshot(tmp_path: Path) -> No
     urls, task = ("http://engine-0", "http://router", "http://rollout"), tiny_values()["task"]
     folder = catalog.resolve("builtin:tiny")
     addresses = Addresses("run", "key", folder, urls[:1], *urls[1:], gpus=0, started_at=0.0)
-    changes: dict[str, Any] = {"tasks": {name: {**task, "name": name} for name in ("one", "two")}}
+    changes: dict[str, Any] = {
+        "rollout.max_running_groups": None,
+        "tasks": {name: {**task, "name": name} for name in ("one", "two")},
+    }
 
     def parts(resume: Path | None, **more: Any) -> RolloutParts:
         built = RolloutParts(tiny_config(**changes, **more), replace(addresses, resume=resume), tmp_path)

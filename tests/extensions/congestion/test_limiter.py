@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import resource
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from asyncrl.extensions.congestion import limiter as module
 from asyncrl.extensions.congestion.extension import Congestion
 from asyncrl.extensions.congestion.limiter import AdaptiveConcurrency
 from asyncrl.extensions.congestion.window import ConcurrencyWindow
-from asyncrl.rollout.build import _limiter, _started_hooks
+from asyncrl.models import catalog
+from asyncrl.network.addresses import Addresses
+from asyncrl.rollout.build import RolloutParts, _limiter, _started_hooks
 from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.reporters import RolloutRun
 from tests.fakes import addresses, tiny_config, until
@@ -145,3 +149,19 @@ def test_setting_decides_who_limits_groups(settings: Any, kind: type, programs: 
     limiter = _limiter(run, _started_hooks(run))
     assert type(limiter) is kind
     assert getattr(limiter, "_programs", None) is programs
+
+
+def test_what_is_warned_of_while_the_parts_are_built_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No engine serves a version yet."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: None)
+    urls = ("http://engine-0", "http://router", "http://rollout")
+    folder = catalog.resolve("builtin:tiny")
+    addresses = Addresses("run", "key", folder, urls[:1], *urls[1:], gpus=0, started_at=0.0)
+    parts = RolloutParts(tiny_config(**{"rollout.max_running_groups": "auto"}), addresses, tmp_path)
+    asyncio.run(parts.close())
+    (line,) = map(json.loads, (tmp_path / "warnings.jsonl").read_text().splitlines())
+    assert line["version"] == 0
+    assert "open files" in line["warning"]
