@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from asyncrl.errors import AsyncRLError
 
@@ -51,11 +52,8 @@ class Breaker:
             if left <= 0 and not self._trying:
                 self._trying = True
                 return
-            changed = self._changed
-            try:
-                await asyncio.wait_for(changed.wait(), None if self._trying else max(left, 0.0))
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), None if self._trying else max(left, 0.0))
 
     def succeeded(self) -> None:
         """Record that an episode ended normally."""
@@ -74,6 +72,7 @@ class Breaker:
         now = self._clock()
         if self._opened is None and self._failures >= self._most:
             self._opened = now
+            self._trying = True  # in a sense: this failure decides when the next one tries
             self._tell(f"{self._name} has failed {self._failures} times in a row; episodes wait: {detail}")
         if self._opened is None:
             return
@@ -84,9 +83,11 @@ class Breaker:
                 f"{self._name} has failed {self._failures} times in a row, for {now - self._opened:.0f} s ({limit}); "
                 f"the last failure: {detail}"
             )
-        self._next_try, self._trying = now + self._pause, False
-        self._pause = min(LONGEST_PAUSE, 2 * self._pause)
-        self._wake()
+        if self._trying:  # otherwise it is one of the episodes that began before, which change nothing
+            self._next_try = min(now + self._pause, self._opened + patience)
+            self._trying = False
+            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+            self._wake()
 
     def left(self) -> None:
         """Record that an episode left without a verdict, so that another one may try."""

@@ -106,6 +106,29 @@ def test_pauses_double_to_the_longest_and_reset_on_success() -> None:
     run(script)
 
 
+def test_failures_of_episodes_under_way_postpone_no_try() -> None:
+    async def script(world: World) -> None:
+        world.fail()
+        world.fail(30)
+        assert await world.tries(FIRST_PAUSE)
+        world.fail(1)
+        world.fail(30)
+        assert await world.tries(2 * FIRST_PAUSE)
+
+    run(script)
+
+
+def test_last_try_comes_when_the_patience_ends() -> None:
+    async def script(world: World) -> None:
+        world.fail()
+        assert await world.tries(FIRST_PAUSE)
+        world.now += UNPROVEN_PATIENCE - 2 * FIRST_PAUSE
+        world.fail(1)
+        assert await world.tries(FIRST_PAUSE)
+
+    run(script)
+
+
 def test_try_without_a_verdict_leaves_its_place() -> None:
     """It was cancelled, say."""
 
