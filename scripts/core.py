@@ -57,9 +57,10 @@ def delete(tree: Path, name: str) -> list[str]:
     """Delete an extension as its README says, and return what was deleted."""
     folder = tree / EXTENSIONS / name
     section = (folder / "README.md").read_text().partition("## Delete it")[2]
-    named = [word for word in re.findall(r"`([^`]+)`", section) if (tree / word).exists()]
+    named = re.findall(r"`([^`]+)`", section)
     for word in re.findall(r"recipe `(\w+)`", section):
         named += [f"recipes/{word}", f"tests/recipes/test_{word}.py"]
+    named = [word for word in named if (tree / word).exists()]
     for path in (folder, *(tree / word for word in named)):
         if path.is_dir():
             shutil.rmtree(path)
