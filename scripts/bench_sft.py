@@ -115,6 +115,7 @@ def sft_step(folder: Path, kind: str, way: str) -> Callable[[], object]:
     here().prepare_trainer()
     from asyncrl.network.ports import free_port
     from asyncrl.schema import decode_batch
+    from asyncrl.trainer.batch_source import BatchSource
     from asyncrl.trainer.parallel import initialize
     from asyncrl.trainer.policy import Policy
 
@@ -122,9 +123,13 @@ def sft_step(folder: Path, kind: str, way: str) -> Callable[[], object]:
     os.environ["MASTER_PORT"] = str(free_port("127.0.0.1"))
     config = composed(folder, kind, f"trainer.share_prompts={json.dumps(way == 'sft')}")
     policy = Policy(config, folder, initialize(config.trainer, gpu=False, seed=0, timeout=60.0))
-    given = policy.batches()
+
+    def no_server() -> BatchSource:
+        raise LookupError("mode=sft asks no server for batches")
+
+    given = policy.batches(no_server)
     assert given
-    batch = decode_batch(given[0].batch(0, interrupt=lambda: False))
+    batch = decode_batch(given.batch(0, interrupt=lambda: False))
     return lambda: policy.update(batch)
 
 
