@@ -111,9 +111,9 @@ async def in_flight(url: str, count: int, tokens: int) -> dict[str, float]:
     before, cpu = resident(), time.process_time()
     started = time.monotonic()
     tasks = [asyncio.ensure_future(made.generate(group=f"g{i:08d}")(PROMPT)) for i in range(count)]
-    while made.inflight.in_flight < count and not all(task.done() for task in tasks):  # noqa: ASYNC110
+    while len(made.inflight._sent) < count and not all(task.done() for task in tasks):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
-    at_once, opened = made.inflight.in_flight, time.monotonic() - started
+    at_once, opened = len(made.inflight._sent), time.monotonic() - started
     watching = asyncio.ensure_future(lag.watch())
     await asyncio.sleep(0.3 * opened)
     held = resident() - before
