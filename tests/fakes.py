@@ -44,6 +44,22 @@ from asyncrl.schema import Batch, Completion, Group, Prompt, Trajectory, Turn, V
 Result = TypeVar("Result")
 OPTIONS = {(file.parent.name, file.stem): file for conf in (CONF, *further_confs()) for file in conf.glob("*/*.yaml")}
 """Files of conf/ and of the recipes, by group and name."""
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 64,
+    "intermediate_size": 12,
+}
+MOE: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 4,
+}
+"""Contents of config.json of small models: one that is dense, and one with experts."""
 
 # --- configuration ------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from asyncrl.launch.help import docstrings
 from asyncrl.launch.main import CONF
 from asyncrl.removed import LAST, MOVED_SETTINGS, REMOVED
 from asyncrl.settings import Choice, Section
-from tests.fakes import ALONE, GIVEN, JOB, OPTIONS, compose_values, missing, tiny_config, tiny_values
+from tests.fakes import ALONE, GIVEN, JOB, LLAMA, MOE, OPTIONS, compose_values, missing, tiny_config, tiny_values
 from tests.models.published import FP8
 
 EXPERIMENTS = sorted(name for group, name in OPTIONS if group == "experiment")
@@ -39,22 +39,7 @@ TASKS = sorted(
     for (group, name), file in OPTIONS.items()
     if group == "task" and name not in ("base", "file", "own") and "kind: benchmark" not in file.read_text()
 )
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
-    "max_position_embeddings": 64,
-    "intermediate_size": 12,
-}
 GROUPED = {"layers": "transformer_engine"}
-MOE = {
-    **LLAMA,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 4,
-}
 MIXTRAL = {**MOE, "architectures": ["MixtralForCausalLM"]}
 DEEPSEEK = {
     **MOE,

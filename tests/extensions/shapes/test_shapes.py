@@ -8,24 +8,9 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.model import check_model
-from tests.fakes import tiny_config
+from tests.fakes import LLAMA, MOE, tiny_config
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
-    "max_position_embeddings": 64,
-    "intermediate_size": 12,
-}
 REPLICATED = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
-MOE = {
-    **LLAMA,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 4,
-}
 STAGES = {"engine.pipeline_parallel": 2, "weights.pause_mode": "drain"}
 
 
