@@ -240,8 +240,7 @@ class Request:
                 rows = compact(part.last.routed_experts, self.shape)
             except ValueError as error:
                 raise EngineError(f"the engine returned routed experts that do not fit the model: {error}") from None
-        new = rows[(known.end - part.routed_from) * known.width :]
-        self.experts = Routing(known.start, known.width, known.rows + new)
+        self.experts = Routing(known.start, known.width, known.rows + rows)  # a part begins where the last one ended
         return part
 
     def joined(self) -> Completion:

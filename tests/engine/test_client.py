@@ -461,7 +461,7 @@ def test_stop_string_may_begin_before_an_answer_is_interrupted(of: str) -> None:
         if len(request["input_ids"]) == len(PROMPT):
             whole = stream(pieces(Completion([0, 1, 2], [-0.1] * 3, [VersionSpan(0, 0, 3)], "length"), size=1)[:2])
             return [whole.removesuffix(b"data: [DONE]\n\n"), httpx.ReadError("reset")]
-        return stream(pieces(Completion([2, 3, 4], [-0.2] * 3, [VersionSpan(0, 0, 3)], "length"), size=1))
+        return stream(pieces(Completion([2, 3, 4], [-0.2] * 3, [VersionSpan(0, 0, 3)], "length"), size=3))
 
     async def play(client: GenerationClient) -> None:
         found = await client.generate()(PROMPT, stop=of_request)
