@@ -85,12 +85,13 @@ def updated(folder: Path, device: str, dtype: str, *changes: str) -> Outcome:
 
 @on_both
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("dtype", "figure", "change"), [("float32", 1e-4, 1e-3), ("bfloat16", 0.02, 0.1)])
+@pytest.mark.parametrize(("dtype", "figure", "change"), [("float32", 1e-4, 1e-3), ("bfloat16", 0.05, 0.1)])
 def test_two_updates_are_those_of_a_cpu_in_float32(
     folder: Path, model: str, dtype: str, figure: float, change: float, device: str
 ) -> None:
     """`figure` is the tolerance of loss, gradient norm and entropy, `change` that of the weights: the norm of their
-    error over the norm of their change. (On a CPU, bfloat16 has 0.003 and 0.03.)"""
+    error over the norm of their change. (On CPUs, bfloat16 has 0.003 with AMX and 0.025 with AVX2 alone, and 0.03: a
+    fifth of the tokens has most of the gradient.)"""
     outcomes = updated(folder / model, device, dtype), updated(folder / model, "cpu", "float32")
     assert_alike(folder / model, *outcomes, figure, change)
 
@@ -109,7 +110,7 @@ def test_recomputed_or_offloaded_activations_update_alike(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.skipif(not find_spec("transformer_engine_torch"), reason="needs TransformerEngine")
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("dtype", "figure", "change"), [("float32", 1e-4, 1e-3), ("bfloat16", 0.02, 0.1)])
+@pytest.mark.parametrize(("dtype", "figure", "change"), [("float32", 1e-4, 1e-3), ("bfloat16", 0.05, 0.1)])
 def test_transformer_engine_layers_update_as_local_ones(
     folder: Path, model: str, dtype: str, figure: float, change: float
 ) -> None:
