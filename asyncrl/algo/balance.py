@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from asyncrl.algo.pack import common_beginning, tree_segments
 from asyncrl.algo.samples import Sample
-from asyncrl.algo.tree import common_beginning, tree_segments
 
 TOKEN = 1 << 20
 """Cost of a token's products with all weights: the unit of cost."""

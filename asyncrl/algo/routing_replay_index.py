@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from asyncrl.algo.pack import common_beginning
 from asyncrl.algo.samples import Sample
-from asyncrl.algo.tree import common_beginning
 from asyncrl.routing import RoutingShape, unpacked
 from asyncrl.schema import Group, Routing
 

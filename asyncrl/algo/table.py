@@ -4,7 +4,7 @@
     sample     0 0 0   1 1   2 2 2 2
     episode    sample -> episode: what one role wrote in one trajectory, usually a single sample
     group      episode -> group, so that siblings are found by number and never by position; each role has its own
-    turn       its index in the trajectory; its parent turn and its context: algo/turn_context.py
+    turn       its index in the trajectory; its parent turn and its context: algo/turns.py
 
 Stages of a step (trainer/policy.py):
 
@@ -26,9 +26,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from asyncrl.algo.siblings import GroupStatistics
-from asyncrl.algo.turn_context import TurnContext, turn_contexts
-from asyncrl.algo.turns import TurnTable, sum_into
+from asyncrl.algo.advantage import GroupStatistics
+from asyncrl.algo.turns import TurnContext, TurnTable, sum_into, turn_contexts
 from asyncrl.schema import Group, Turn
 
 T = TypeVar("T", bound="TokenTable")

@@ -26,11 +26,10 @@ from asyncrl.retries import pause
 from asyncrl.rewards.reward import Reward, RewardInput
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.buffer import Ticket
-from asyncrl.rollout.episode import Annotate, Episode, EpisodeTimeouts
+from asyncrl.rollout.episode import Annotate, Episode, EpisodeTimeouts, Scorer, score_by_branch
 from asyncrl.rollout.evaluation import Attempt
 from asyncrl.rollout.hooks import Accept, accept_all
 from asyncrl.rollout.reporters import FailureReporter
-from asyncrl.rollout.scoring import Scorer, score_by_branch
 from asyncrl.routing import share_prompt
 from asyncrl.schema import Group, Prompt, Template, Trajectory
 

@@ -34,10 +34,14 @@ from asyncrl.network.addresses import MACHINE, PEER_FAILED, STOP, STOPPED  # noq
 from asyncrl.progress import Progress, failing  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
 from asyncrl.trainer import checkpoint  # noqa: E402
-from asyncrl.trainer.batch_source import BatchSource, RolloutClient, wait_until_ready  # noqa: E402
+from asyncrl.trainer.batch_source import (  # noqa: E402
+    BatchFeed,
+    BatchSource,
+    RolloutClient,
+    wait_until_ready,
+)
 from asyncrl.trainer.checkpoint import Checkpoints, Saving  # noqa: E402
 from asyncrl.trainer.colocated import wait_for_engines  # noqa: E402
-from asyncrl.trainer.feed import BatchFeed  # noqa: E402
 from asyncrl.trainer.loop import ASKED, train  # noqa: E402
 from asyncrl.trainer.meter import profiled  # noqa: E402
 from asyncrl.trainer.parallel import host_group  # noqa: E402

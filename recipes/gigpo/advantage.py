@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncrl.algo.siblings import EPSILON, centred, standardised
+from asyncrl.algo.advantage import EPSILON, centred, standardised
 from asyncrl.settings import NonNegative, Share
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algo.pack import Pack, inputs, pack
+from asyncrl.algo.pack import Pack, common_beginning, inputs, pack, tree_segments
 from asyncrl.algo.samples import Sample
-from asyncrl.algo.tree import common_beginning, tree_segments
 from tests.algo.packs import packs, sample, trained
 
 

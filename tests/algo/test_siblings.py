@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl.algo.siblings import GroupStatistics, centred, standardised
+from asyncrl.algo.advantage import GroupStatistics, centred, standardised
 from asyncrl.algo.table import build_table
 from asyncrl.schema import Group, Trajectory, Turn
 from tests.fakes import completion

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algo.table import build_table
-from asyncrl.algo.turn_context import turn_contexts
+from asyncrl.algo.turns import turn_contexts
 from asyncrl.schema import Group, Trajectory
 from tests.algo.tables import P, cut, said, table_of
 

@@ -39,8 +39,7 @@ from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.rollout.parts import load_tokenizer, stop_tokens  # noqa: E402
 from asyncrl.rollout.prompts import Prompts  # noqa: E402
 from asyncrl.schema import Batch, Completion, Group, VersionSpan  # noqa: E402
-from asyncrl.trainer.batch_source import RolloutClient  # noqa: E402
-from asyncrl.trainer.feed import BatchFeed  # noqa: E402
+from asyncrl.trainer.batch_source import BatchFeed, RolloutClient  # noqa: E402
 from asyncrl.trainer.loop import train  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402

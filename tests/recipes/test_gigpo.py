@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.advantage import ADVANTAGES
-from asyncrl.algo.siblings import EPSILON
+from asyncrl.algo.advantage import ADVANTAGES, EPSILON
 from asyncrl.algo.table import build_table
 from asyncrl.config import load
 from asyncrl.errors import ConfigError

@@ -5,8 +5,7 @@ from __future__ import annotations
 from math import comb
 from typing import TYPE_CHECKING
 
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageTraits
-from asyncrl.algo.siblings import EPSILON
+from asyncrl.algo.advantage import ADVANTAGES, EPSILON, AdvantageTraits
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Count
 

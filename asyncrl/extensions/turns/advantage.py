@@ -33,8 +33,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageTraits
-from asyncrl.algo.siblings import group_sum, standardised
+from asyncrl.algo.advantage import ADVANTAGES, AdvantageTraits, group_sum, standardised
 from asyncrl.settings import Share
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.siblings import EPSILON
+from asyncrl.algo.advantage import EPSILON
 from asyncrl.algo.table import LossRows
 from asyncrl.errors import ConfigError
 from tests.algo.tables import TWO, advantage, batch, both, estimated, few, logs, make, phi, tables

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.advantage import ADVANTAGES, whiten
-from asyncrl.algo.siblings import EPSILON
+from asyncrl.algo.advantage import ADVANTAGES, EPSILON, whiten
 from asyncrl.algo.table import LossRows
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.critic.value import gae_raw

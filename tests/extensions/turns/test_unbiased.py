@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.algo.advantage import ADVANTAGES
-from asyncrl.algo.siblings import group_sum
+from asyncrl.algo.advantage import ADVANTAGES, group_sum
 from asyncrl.algo.table import TokenTable
 from asyncrl.algo.turns import TurnTable
 from asyncrl.extensions.critic.value import gae_raw
