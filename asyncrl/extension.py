@@ -204,7 +204,7 @@ class LaunchHooks:
         """Return further processes of the run. Called when all processes are planned (launch/plan.py)."""
         return ()
 
-    def changed(self, spec: ProcessSpec, addresses: Addresses, run_dir: Path) -> ProcessSpec:
+    def changed(self, config: Config, spec: ProcessSpec, addresses: Addresses, run_dir: Path) -> ProcessSpec:
         """Return a process as it shall be started, with further arguments or environment. Called for each process of
         the run, those of extensions and engines that join included (launch/plan.py)."""
         return spec
@@ -414,6 +414,9 @@ class Extension:
     """Import paths of subclasses of launch.cluster.Cluster by their name in cluster.launcher."""
     modes: ClassVar[Mapping[str, OfferedMode]] = {}
     """Further values of the setting `mode`, by name."""
+    placements: ClassVar[Mapping[str, str]] = {}
+    """Import paths of subclasses of trainer.gpu_sharing.GpuSharing by their name in cluster.placement: other ways in
+    which engines use the trainers' GPUs."""
     metrics: ClassVar[Mapping[str, str]] = {}
     """Fields that it adds to metrics.jsonl, each with its meaning (metrics/fields.py). `<word>` stands for any text."""
     summary_metrics: ClassVar[Mapping[str, str]] = {}

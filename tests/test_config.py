@@ -92,7 +92,6 @@ def test_what_cannot_be_repeated_is_not_called_deterministic() -> None:
     ("field", "value", "remedy"),
     [
         ("weights.transport", "distributed", "set auto, tensor or disk"),
-        ("cluster.placement", "colocated", "set weights.lora=merged"),
         ("trainer.lora.targets", ["q_proj"], "needs q_proj with v_proj|no q_proj without v_proj"),
         ("trainer.lora.targets", ["k_proj", "v_proj"], "no k_proj without q_proj"),
         ("trainer.lora.targets", ["up_proj"], "no up_proj without gate_proj"),
@@ -102,8 +101,6 @@ def test_what_cannot_be_repeated_is_not_called_deterministic() -> None:
 )
 def test_what_does_not_fit_adapters_in_the_engines_is_refused(field: str, value: Any, remedy: str) -> None:
     settings: dict[str, Any] = {"trainer.lora.rank": 4, field: value}
-    if field == "cluster.placement":
-        settings |= {"weights.pause_mode": "retract", "rollout.max_staleness": 1}
     found = refusal(**settings, **{"weights.lora": "versions"})
     assert found.field == field
     assert re.search(remedy, found.remedy)

@@ -94,7 +94,7 @@ ONLY = {
     ("trainer", "observability"): {"observability.timeline"},
     ("trainer", "models"): {"models.architectures", "models.families", "models.parts", "models.vision"},
     ("weights", "models"): {"models.vision", "models.families", "models.family", "models.parts", "models"},
-    ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.hand_over", "engine.update"},
+    ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.update"},
 }
 HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}
 

@@ -31,7 +31,6 @@ def check_settings(config: Config) -> None:
         _batch_parts,
         _overlap,
         _shared_gpus,
-        _turns,
         _roles,
         _adapters,
         _tasks,
@@ -81,6 +80,7 @@ def _extended(config: Config) -> Iterator[Rule]:
         ("weights.transport", TRANSPORTS, lookup.offered("transports", config.extensions)),
         ("trainer.lora.base", ("none",), lookup.offered("bases")),
         ("cluster.launcher", ("local",), lookup.offered("clusters", config.extensions)),
+        ("cluster.placement", ("separate", "shared"), lookup.offered("placements", config.extensions)),
         ("algo.kl.reference", ("weights",), references),
     ):
         names = [*own, *others]
@@ -201,8 +201,6 @@ def _host_caches(config: Config) -> Iterator[Rule]:
     yield "deterministic", config.deterministic, f"It needs whole prefills: {off}."
     why = f"SGLang forgets which experts a token had when its cache moves to host memory: {off}, or set none or R2."
     yield "algo.routing_replay", replay == "R3", why
-    why = f"Host caches of engines that release their memory were not tried: {off}."
-    yield "cluster.placement", config.cluster.takes_turns, why
 
 
 # -- batches and publishes that overlap with other work ----------------------------------------------------------
@@ -224,8 +222,6 @@ def _batch_parts(config: Config) -> Iterator[Rule]:
     yield "agents.roles", adapters, len(adapters) > 1, f"Every adapter has its own denominator. {WHOLE}"
     why = f"What is dropped is decided when a batch is complete. {WHOLE}"
     yield "rollout.over_age", config.rollout.over_age == "drop", why
-    why = f"Engines stand still while trainers work, so that no group would become ready. {WHOLE}"
-    yield "cluster.placement", config.cluster.takes_turns, why
     why = f"Timing decides which groups a part consists of. {WHOLE}"
     yield "deterministic", config.deterministic and config.mode == "train", why
     yield from _traits(config, ADVANTAGES.traits(algo.advantage), LOSSES.traits(algo.loss))
@@ -253,8 +249,6 @@ def _overlap(config: Config) -> Iterator[Rule]:
     off = ", or set weights.overlap=false."
     why = f"No weights are published without a trainer (weights.overlap): set mode=train{off}"
     yield "mode", not config.trains, why
-    why = f"Trainers cannot use the GPUs while engines load (weights.overlap): set separate{off}"
-    yield "cluster.placement", config.cluster.takes_turns, why
     adapters = config.mode == "train" and (config.serves_adapters or config.agents.need_versions)
     why = f"Adapters as versions of their own are published without a pause (weights.overlap): set merged{off}"
     yield "weights.lora", adapters, why
@@ -267,13 +261,9 @@ def _overlap(config: Config) -> Iterator[Rule]:
 
 # -- engines and trainers on the same GPUs -------------------------------------------------------------------------
 
-TURNS = "cluster.placement=colocated"
-NO_TURNS = ("disaggregation_mode", "weight_cache_mode", "enable_memory_saver", "speculative_algorithm")
-"""SGLang settings with which an engine cannot release its memory and take it back, or that the run itself sets."""
-
 
 def _shared_gpus(config: Config) -> Iterator[Rule]:
-    """Yield the rules of both placements on the same GPUs."""
+    """Yield the rules of engines that use the trainers' GPUs, in whatever way."""
     if not config.cluster.shares_gpus:
         return
     placed, room = f"cluster.placement={config.cluster.placement}", config.trainer_fraction
@@ -288,29 +278,6 @@ def _shared_gpus(config: Config) -> Iterator[Rule]:
     yield "engine.device", config.engine.device != device, why
     why = f"With {placed} the trainers get what is left of {USABLE}: set less."
     yield "engine.memory_fraction", room is not None and room <= 0, why
-
-
-def _turns(config: Config) -> Iterator[Rule]:
-    """Yield the rules of engines and trainers that take turns."""
-    if not config.cluster.takes_turns:
-        return
-    why = (
-        f"With {TURNS} an engine gives up its KV cache, and SGLang releases memory only while no request runs: set "
-        "retract (requests are prefilled again), abort or drain."
-    )
-    yield "weights.pause_mode", config.weights.pause_mode == "in_place", why
-    why = f"With {TURNS} only the checksums show that every released tensor was sent again: set true."
-    yield "weights.verify", not config.weights.verify, why
-    why = (
-        f"With {TURNS} engines stand still while trainers work, so that more would only age the samples: set 0 "
-        "(synchronous) or 1 (one step off)."
-    )
-    yield "rollout.max_staleness", config.rollout.max_staleness > 1, why
-    why = f"{TURNS} moves the optimizer's states away by itself, with everything else: set false."
-    yield "trainer.optimizer.offload", config.trainer.optimizer.offload, why
-    for name in NO_TURNS:
-        why = f"SGLang cannot take turns ({TURNS}) with it: remove it."
-        yield f"engine.server_args.{name}", config.engine.server_args.get(name) is not None, why
 
 
 # -- adapters and their roles ----------------------------------------------------------------------------------
@@ -343,8 +310,6 @@ def _roles(config: Config) -> Iterator[Rule]:
         "set weights.lora=versions."
     )
     yield "weights.lora", config.weights.lora == "merged", why
-    why = "An engine that releases its memory loses the adapters of roles (agents.roles): set separate."
-    yield "cluster.placement", config.cluster.takes_turns, why
     overlaps = config.trainer.overlap_grad_reduce and len(config.agents.adapters) > 1
     why = "The gradients of several adapters (agents.roles) are reduced after the passes of the last: set false."
     yield "trainer.overlap_grad_reduce", overlaps, why
@@ -363,8 +328,6 @@ def _adapters(config: Config) -> Iterator[Rule]:
     otherwise = "remove agents.roles" if config.agents.need_versions else "set weights.lora=merged"
     why = f"With {VERSIONS} adapters travel through shared memory or as files: set auto, tensor or disk."
     yield "weights.transport", config.weights.transport not in ("auto", "tensor", "disk"), why
-    why = f"An engine that releases its memory loses its adapters ({VERSIONS}): {otherwise}."
-    yield "cluster.placement", config.cluster.takes_turns, why
     why = f"With {VERSIONS} engines serve adapters of {', '.join(LINEARS)}: choose among them, or {otherwise}."
     yield "trainer.lora.targets", not targets <= set(LINEARS), why
     why = (

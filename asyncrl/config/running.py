@@ -104,11 +104,10 @@ together. The rest is for two CUDA contexts, the buffers of NCCL, and the engine
 class ClusterConfig(Section):
     """Machines, addresses, supervision and shutdown."""
 
-    placement: Literal["separate", "shared", "colocated"]
+    placement: str
     """separate: trainers and engines have GPUs of their own and work at the same time. shared: they work at the same
-    time on the same GPUs, each with a part of the memory (engine.memory_fraction). colocated: they use the same GPUs in
-    turns, with rollout.max_staleness of 0 or 1 (docs/parallelism.md). Without GPUs, shared is like separate, and
-    colocated takes the same turns."""
+    time on the same GPUs, each with a part of the memory (engine.memory_fraction); without GPUs it is like separate.
+    Others are those of extensions, which use the same GPUs in other ways (docs/parallelism.md)."""
     plan: str | None
     """auto: the launcher chooses the number of engines, rollout.lead, rollout.max_running_groups and, on GPUs, the
     parallel layouts, by the number and kind of GPUs or the measured speed of the CPU (docs/operations.md), and keeps
@@ -174,11 +173,6 @@ class ClusterConfig(Section):
     def shares_gpus(self) -> bool:
         """Return whether the engines use the GPUs of the trainers."""
         return self.placement != "separate"
-
-    @property
-    def takes_turns(self) -> bool:
-        """Return whether they use them in turns."""
-        return self.placement == "colocated"
 
     @model_validator(mode="after")
     def _has_one_address(self) -> ClusterConfig:

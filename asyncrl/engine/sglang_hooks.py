@@ -2,7 +2,6 @@
 
 pauses        an in-place pause first completes the step in flight
 unloading     an adapter is unloaded as soon as no request has it
-memory        is released once, however often it is asked for
 share         a fraction of a GPU (engine.memory_fraction) is one of the whole GPU
 metrics       have a key of their own
 """
@@ -27,7 +26,6 @@ def install(argv: Sequence[str]) -> None:
     """Patch SGLang's classes when they are imported, in a server with these arguments and in all of its processes."""
     after_import("sglang.srt.utils.auth", guard_metrics)
     after_import("sglang.srt.managers.scheduler", complete_steps_before_pauses)
-    after_import("sglang.srt.managers.scheduler_components.weight_updater", release_once)
     after_import("sglang.srt.managers.tokenizer_manager", wait_for_requests)
     if MEMORY_FRACTION in argv:
         after_import("sglang.srt.distributed.bootstrap", measure_the_whole)
@@ -129,25 +127,6 @@ def wait_for_requests(module: Any) -> None:
 
     manager_class.init_lora = init_lora
     manager_class._handle_batch_request = handle_batch_request
-
-
-# -- memory ------------------------------------------------------------------------------------------------
-
-
-def release_once(module: Any) -> None:
-    """Patch SchedulerWeightUpdaterManager: memory that is released already is left alone.
-
-    SGLang would copy buffers that have no memory, and end. Trainers that start again do not know what those that died
-    had released (engine/hand_over.py).
-    """
-    manager = module.SchedulerWeightUpdaterManager
-    release = manager.release_memory_occupation
-
-    def release_memory_occupation(self: Any, request: Any) -> Any:
-        request.tags = [tag for tag in request.tags or module.GPU_MEMORY_ALL_TYPES if tag not in self.offload_tags]
-        return release(self, request) if request.tags else module.ReleaseMemoryOccupationReqOutput()
-
-    manager.release_memory_occupation = release_memory_occupation
 
 
 # -- a share of a GPU --------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ PORTS = ("--port", "--nccl-port", "--dist-init-addr", "--prometheus-port")
 """Arguments that are passed through the environment: every user of the machine can read a command line, seconds before
 its process listens."""
 CUMEM = "NCCL_CUMEM_ENABLE"
-NO_HEALTH_TOKENS = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
 """Makes /health answer without generating a token, which an engine without weights could not do. The launcher's own
 check, /server_info, is answered by the scheduler."""
 NO_IMAGE_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
@@ -55,7 +54,7 @@ class ProcessSpec:
     stop_signal: int = signal.SIGTERM
     node: str = ""  # its machine, if the run has several
     step: bool = False  # whether argv runs it on another machine: forwards signals, and kills it on SIGTERM
-    shares: bool = False  # whether it is an engine whose GPUs trainers use in turn with it
+    shares: bool = False  # whether it is not started again while trainers use its GPUs (addresses.TRAINING)
     reports: bool = False  # whether it reports its progress in a file (progress.py)
     recovers: bool = False  # whether it goes on where it died, so that its deaths are counted by steps
     together: str = ""  # processes with the same value live and die together: trainers, ranks of one engine
@@ -113,7 +112,7 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
 def _changed(config: Config, addresses: Addresses, run_dir: Path, specs: list[ProcessSpec]) -> list[ProcessSpec]:
     """Return the specifications as extensions change them."""
     for one in lookup.active(config).values():
-        specs = [one.launch().changed(spec, addresses, run_dir) for spec in specs]
+        specs = [one.launch().changed(config, spec, addresses, run_dir) for spec in specs]
     return specs
 
 
@@ -177,7 +176,6 @@ def engines(
     engines that are started later."""
     gpu = on_gpu(config.engine, addresses.gpus)
     specs = []
-    turns = config.cluster.takes_turns
     # an IPC handle can only be opened where the trainer's GPU is visible
     by_ipc = config.weights.transport in (("auto", "tensor") if config.cluster.shares_gpus else ("tensor",))
     for number, seats in enumerate(seats_of):
@@ -192,7 +190,6 @@ def engines(
                 base_gpu_id=seat.gpus[0] if gpu and by_ipc else None,
                 nccl_port=seat.meeting if len(seats) == 1 else None,
                 mem_fraction_static=config.engine_fraction if gpu else None,
-                enable_memory_saver=(turns and gpu) or None,
                 enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
                 **adapter_args(config, gpu=gpu),
                 **lookup.engine_arguments(config),
@@ -203,7 +200,6 @@ def engines(
             env = {
                 **_nccl_env(config.engine),
                 **(DETERMINISTIC_ENV if config.deterministic else {}),
-                **(NO_HEALTH_TOKENS if turns else {}),
                 **(NO_IMAGE_CACHE if config.trainer.vision.tower == "trained" else {}),
                 **({"CUDA_VISIBLE_DEVICES": ",".join(seat.node.gpus)} if gpu and by_ipc else {}),
             }
@@ -211,7 +207,7 @@ def engines(
             spec = _engine(f"{name}.{place}" if place else name, full, env, config, config.engine, addresses, seat)
             together = name if len(seats) > 1 else ""
             url, watch = ("", "") if place else (seat.url, spec.watch)  # the first one answers
-            specs.append(replace(spec, together=together, shares=turns, url=url, watch=watch))
+            specs.append(replace(spec, together=together, url=url, watch=watch))
     return _changed(config, addresses, run_dir, specs)
 
 

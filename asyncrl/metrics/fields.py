@@ -134,12 +134,6 @@ STEP_CHECKPOINT = {
     "the state",
 }
 
-# The same file, with cluster.placement=colocated
-STEP_COLOCATED = {
-    "time/release": "time from the batch's arrival until the engines had released their memory, part of "
-    "time/wait_batch; time/pause is then the trainers' whole turn",
-}
-
 # The same file, with weights.overlap. Then time/publish is waiting for the publish before and filling buckets, and
 # time/pause and time/verify are those of the publish before
 STEP_OVERLAP = {

@@ -30,7 +30,7 @@ STOP, STOPPED = "stop", "stopped"
 """Files in the run folder. The first asks the run to pause with a checkpoint, so that it can be resumed later. The
 second confirms that it has."""
 TRAINING = "training"
-"""File in the run folder while the trainers use the GPUs that they share with engines (cluster.placement=colocated)."""
+"""File in the run folder while the trainers use all memory of the GPUs that they share with engines."""
 PAUSED = 75
 """Exit code of the command after a pause: EX_TEMPFAIL of sysexits.h."""
 ARGUMENTS = "ASYNCRL_ARGUMENTS"

@@ -229,7 +229,7 @@ class RolloutParts:
 def _trainer_sends_first(config: Config, addresses: Addresses) -> bool:
     """Return whether the engines get weights of the trainer before the first rollout."""
     attached = addresses.attached and config.mode == "train"
-    return bool(addresses.resume or attached or config.changes_base or config.cluster.takes_turns)
+    return bool(addresses.resume or attached or config.changes_base)
 
 
 def _started_hooks(run: RolloutRun) -> dict[str, RolloutHooks]:

@@ -41,7 +41,7 @@ from asyncrl.trainer.batch_source import (  # noqa: E402
     wait_until_ready,
 )
 from asyncrl.trainer.checkpoint import Checkpoints, Saving  # noqa: E402
-from asyncrl.trainer.colocated import wait_for_engines  # noqa: E402
+from asyncrl.trainer.gpu_sharing import share_gpu  # noqa: E402
 from asyncrl.trainer.loop import ASKED, train  # noqa: E402
 from asyncrl.trainer.meter import profiled  # noqa: E402
 from asyncrl.trainer.parallel import host_group  # noqa: E402
@@ -60,7 +60,7 @@ def main(run_dir: Path) -> None:
     rank = join(run_dir)
     config, addresses, parallel = rank.config, rank.addresses, rank.parallel
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
-    hand_over = wait_for_engines(config, run_dir, fleet, parallel)
+    sharing = share_gpu(rank, fleet)
     policy = Policy(config, addresses.model, parallel, rank.progress.part)
     if config.checkpoint.every:
         policy.keep_base(run_dir, addresses.resume)
@@ -69,7 +69,7 @@ def main(run_dir: Path) -> None:
     start = find_start(rank, source, fleet)
     log = _log(rank, start)
     stop = StopRule(config.run, source.end)
-    publisher, transport = build_publisher(rank, policy, fleet, source, hand_over, log, start)
+    publisher, transport = build_publisher(rank, policy, fleet, source, sharing, log, start)
     checkpoints = Checkpoints(
         rank,
         policy,
@@ -137,7 +137,7 @@ def _begin(
         stop.restore(counters["stop"])
         lines = Tail(rank.run_dir / "metrics.jsonl")()
         log.restore(counters["log"], [step for step in lines if step["version"] <= version])
-    changed = rank.addresses.attached or config.cluster.takes_turns or config.changes_base
+    changed = rank.addresses.attached or config.changes_base
     if start.checkpoint or start.recovered or changed:
         if config.mode == "train" and rank.parallel.is_first:
             wait_until_ready(rank.run_dir, config.engine.start_timeout)

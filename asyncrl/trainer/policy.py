@@ -28,7 +28,6 @@ from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.objective import Objective
-from asyncrl.trainer.offload import DeviceMemory, HeldTensors
 from asyncrl.trainer.optimizer import NetworkOptimizer
 from asyncrl.trainer.parallel import reseed
 from asyncrl.trainer.reference import Reference
@@ -61,7 +60,9 @@ class Policy:
         self._temperature = config.rollout.temperature
         self._parts = self._no_parts()
         self._added = 0  # tokens of the last batch that extensions added to it
-        self.memory = DeviceMemory(self._held)
+        self.readable: Callable[[Tensor], Tensor] = lambda tensor: tensor
+        """Returns where the elements of one of this rank's tensors can be read between two batches. An extension that
+        moves them may replace it."""
         self.others: dict[str, tuple[Network, NetworkOptimizer]] = {}
         """Networks that extensions train beside the policy, by the name of their checkpoint folder."""
         self.following: list[Callable[[Groups, TrainingTable], dict[str, float]]] = []
@@ -112,24 +113,16 @@ class Policy:
     def sharded(self) -> dict[str, ShardedState]:
         """Return the networks by the name of their checkpoint folder."""
         every = {"policy": (self.network, self.optimizer), **self.others}
-        return {name: ShardedState(*trained, self.memory.readable) for name, trained in every.items()}
+        return {name: ShardedState(*trained, self.readable) for name, trained in every.items()}
 
     def networks(self) -> list[Network]:
         """Return the networks that are trained."""
         return [self.network, *(network for network, _ in self.others.values())]
 
-    def _held(self) -> HeldTensors:
-        """Return the tensors that take memory. The parameters of other networks are states: they are not published."""
-        others = list[Tensor]()
-        for network, optimizer in self.others.values():
-            others += [*network.parameters(), *network.packed(), *optimizer.states()]
+    def frozen(self) -> list[Tensor]:
+        """Return the weights of the reference and of a vision tower that is not part of the network."""
         holders = [self._reference, self.network.vision]
-        frozen = [tensor for holder in holders if holder for tensor in holder.states()]
-        return HeldTensors(
-            [*self.network.parameters(), *self.network.packed()],
-            [tensor for network in self.networks() for tensor in network.gradients()],
-            [*self.optimizer.states(), *others, *frozen],
-        )
+        return [tensor for holder in holders if holder for tensor in holder.states()]
 
     def counters(self) -> dict[str, Any]:
         """Return the counters that a checkpoint holds besides weights and moments."""

@@ -20,13 +20,12 @@ from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import on_gpu
 from asyncrl.engine.adapters import AdapterName, adapter_names
 from asyncrl.engine.fleet import Fleet
-from asyncrl.engine.hand_over import HandOver
 from asyncrl.engine.update import RolloutSide, Update
 from asyncrl.metrics.record import StepLog
 from asyncrl.observability.timeline import TimelineWriter
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.batch_source import BatchSource
-from asyncrl.trainer.colocated import Colocated, free
+from asyncrl.trainer.gpu_sharing import GpuSharing
 from asyncrl.trainer.parallel import host_group
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.rank import Rank
@@ -51,19 +50,18 @@ def build_publisher(
     policy: Policy,
     fleet: Fleet,
     source: BatchSource,
-    hand_over: HandOver | None,
+    sharing: GpuSharing,
     log: StepLog,
     start: Start,
 ) -> tuple[VersionPublisher, str]:
-    """Return the publisher of a run, and the reason for its choice of transport. Only rank 0 has a hand-over, where
-    engines use the trainers' GPUs in turns."""
+    """Return the publisher of a run, and the reason for its choice of transport."""
     config = rank.config
     builder = _Builder(rank, policy, fleet, source)
     sender: StagedPublisher
     if names := adapter_names(config, rank.addresses.run_id):
         sender, why = builder.of_adapters(names)
     else:
-        sender, why = builder.of_weights(source, hand_over)
+        sender, why = builder.of_weights(source, sharing.update, sharing.sent)
     if start.recovered:
         died = start.recovered.began
 
@@ -72,10 +70,9 @@ def build_publisher(
             rank.timeline.phase("recovery", version, died, time.time())
 
         sender = CatchingUp(sender, start, fleet, tell if rank.parallel.is_first else None)
-    if config.cluster.takes_turns:
-        release = partial(_release, source, hand_over) if hand_over else lambda: None
-        return Colocated(sender, policy.memory, log, release), why
-    return in_background(sender, rank.timeline, rank.parallel) if config.weights.overlap else sender, why
+    if config.weights.overlap:
+        return in_background(sender, rank.timeline, rank.parallel), why
+    return sharing.around(sender, policy, source, log), why
 
 
 class NoEngines(StagedPublisher):
@@ -110,12 +107,6 @@ def in_background(publisher: StagedPublisher, timeline: TimelineWriter, parallel
     return Background(publisher, ended=partial(timeline.phase, thread="publish"), failed=leave)
 
 
-def _release(source: BatchSource, hand_over: HandOver) -> None:
-    """Hold requests back, and make the engines release their memory."""
-    source.hold()
-    hand_over.give()
-
-
 @dataclass(frozen=True)
 class _Builder:
     """What the publishers of one rank that send something have in common."""
@@ -145,10 +136,15 @@ class _Builder:
         return publisher, why
 
     def of_weights(
-        self, rollout: RolloutSide, update: Update | None, *, base: bool = False
+        self,
+        rollout: RolloutSide,
+        update: Update | None,
+        sent: Callable[[], None] = lambda: None,
+        *,
+        base: bool = False,
     ) -> tuple[StagedPublisher, str]:
         """Return a publisher of all weights, or of the base alone, and the reason for its transport. `update` is the
-        protocol, if the engines need another than usual."""
+        protocol, if the engines need another than usual, and `sent` is called before they continue."""
         rank, config, policy = self.rank, self.rank.config, self.policy
         if not config.generates:
             return NoEngines(self.source.announce, first=rank.parallel.is_first), f"none (mode={config.mode})"
@@ -177,7 +173,7 @@ class _Builder:
             config.weights,
             rollout,
             host_group(rank.timeout) if config.weights.overlap else None,
-            sent=partial(free, policy.memory) if config.cluster.takes_turns else lambda: None,
+            sent=sent,
         )
         return publisher, why
 

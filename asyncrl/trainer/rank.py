@@ -25,7 +25,6 @@ TIMEOUT_MARGIN = 120.0  # seconds: the collectives of the other ranks time out t
 DOING = {
     "start": "starting",
     "wait_batch": "waiting for a batch",
-    "release": "waiting for the engines to release their memory",
     "train": "training",
     "publish": "publishing weights",
     "save": "saving a checkpoint",
@@ -81,11 +80,10 @@ def limit(config: Config, *, gpu: bool) -> None:
 
 
 def longest_wait(config: Config) -> float:
-    """Return the most seconds that rank 0 waits for others within a part of a step: for a batch, or for engines. Where
-    engines hand over GPUs, they are paused and release their memory before and after the wait for those that are being
-    restarted (engine/hand_over.py)."""
-    hands_over = config.cluster.takes_turns
-    engines = config.engine.start_timeout + (4 * config.weights.timeout if hands_over else 0.0)
+    """Return the most seconds that rank 0 waits for others within a part of a step: for a batch, or for engines. Those
+    that use the trainers' GPUs may have to be paused and to release their memory before and after the wait for those
+    that are being restarted."""
+    engines = config.engine.start_timeout + (4 * config.weights.timeout if config.cluster.shares_gpus else 0.0)
     return max(config.rollout.batch_timeout, engines, config.weights.timeout)
 
 
@@ -98,7 +96,9 @@ def watched(config: Config, run_dir: Path, longest: float, *, gpu: bool) -> tupl
 
     def begins(span: str, step: int) -> None:
         nonlocal compiles
-        progress.doing(f"step {step}, {DOING[span]}", within=None if span == "train" and not compiles else longest)
+        progress.doing(
+            f"step {step}, {DOING.get(span, span)}", within=None if span == "train" and not compiles else longest
+        )
         compiles = compiles and span != "train"
 
     begins("start", 0)

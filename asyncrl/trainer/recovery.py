@@ -22,7 +22,7 @@ from asyncrl.config import Config
 from asyncrl.engine.fleet import Fleet
 from asyncrl.errors import EngineError
 from asyncrl.jsonl import Tail
-from asyncrl.network.addresses import times_out_of_memory, times_restarted
+from asyncrl.network.addresses import TRAINING, times_out_of_memory, times_restarted
 from asyncrl.parallel import from_first
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.weights.checksum import QUESTION, Checksums, differing, parse
@@ -58,7 +58,7 @@ class Recovery:
     """The newest step in metrics.jsonl."""
     updating: bool
     """Whether the trainers died within an update, so that engines may hold parts of a version, or none of its weights
-    where they take turns."""
+    while trainers use their GPUs."""
     began: float
     """When they died, in seconds since the epoch."""
 
@@ -82,7 +82,7 @@ def _recovery(rank: Rank, source: BatchSource, fleet: Fleet) -> Recovery:
     return Recovery(
         served=status["version"],
         written=max((int(line["version"]) for line in lines), default=0),
-        updating=bool(status["held"]) or rank.config.cluster.takes_turns,
+        updating=bool(status["held"]) or (rank.run_dir / TRAINING).exists(),
         began=float(os.environ["ASYNCRL_DIED_AT"]),
     )
 

@@ -3,7 +3,7 @@ others may work around them:
 
     Publisher (here), AdapterPublisher (adapters.py), NoEngines (trainer/publishers.py)            send
     CatchingUp (trainer/recovery.py)                                                               leaves versions out
-    Background (here), Colocated (trainer/colocated.py)                                            say when, and where
+    Background (here), what an extension puts around it (trainer/gpu_sharing.py)                   say when, and where
 
 trainer/publishers.py builds the chain of a run. A publisher that sends all weights goes through these steps:
 

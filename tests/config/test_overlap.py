@@ -18,7 +18,6 @@ OVERLAP = {"weights.overlap": True, "rollout.max_staleness": 2, "rollout.lead": 
     ("changes", "field", "remedy"),
     [
         (ALONE, "mode", "without a trainer"),
-        ({"cluster.placement": "colocated"}, "cluster.placement", "set separate"),
         ({"trainer.lora.rank": 4, "weights.lora": "versions"}, "weights.lora", "set merged"),
         ({"weights.staging": "stream"}, "weights.staging", "set full or auto"),
         ({"rollout.lead": 0}, "rollout.lead", "set at least 1"),

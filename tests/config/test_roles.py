@@ -46,7 +46,6 @@ def test_trained_adapters_are_those_of_the_roles() -> None:
         ({"a": {"adapter": "b"}}, {"trainer.lora.rank": None}, "trainer.lora.rank"),
         ({"a": {"past": PAST}}, {"weights.lora": "merged"}, "weights.lora.*weights.lora=versions"),
         ({"a": {"adapter": "b"}}, {"weights.lora": "merged"}, "weights.lora"),
-        ({"a": {"adapter": "b"}}, {"cluster.placement": "colocated", **TURNS}, "agents.roles.: set separate"),
         (
             {"a": {"adapter": "b"}},
             {"weights.lora": "auto", "trainer.lora.targets": ["q_proj"]},

@@ -41,7 +41,6 @@ BASES: dict[str, list[dict[str, Any]]] = {
     "_batch_parts": [{"trainer.batch_parts": 2}],
     "_overlap": [{"weights.overlap": True, "rollout.max_staleness": 2}, {"weights.overlap": True, **LORA}],
     "_shared_gpus": [{"cluster.placement": "shared"}],
-    "_turns": [{"cluster.placement": "colocated", "rollout.max_staleness": 1, "weights.pause_mode": "retract"}],
     "_roles": [ROLES],
     "_adapters": [
         *(LORA, {**LORA, "trainer.lora.targets": ["q_a_proj"]}, {**LORA, "trainer.lora.targets": ["q_proj"]}),

@@ -46,22 +46,6 @@ def test_what_does_not_fit_is_refused(base: dict[str, Any], field: str, value: A
     assert caught.value.field.startswith(field)
 
 
-@pytest.mark.parametrize(
-    ("field", "cluster"),
-    [
-        (
-            "cluster.placement",
-            {"cluster.placement": "colocated", "weights.pause_mode": "retract", "rollout.max_staleness": 1},
-        ),
-    ],
-)
-def test_engines_that_release_their_memory_have_no_host_caches(field: str, cluster: dict[str, Any]) -> None:
-    tiny_config(**cluster)
-    with pytest.raises(ConfigError, match="unset engine") as caught:
-        tiny_config(**{**CACHED, **cluster})
-    assert caught.value.field == field
-
-
 def test_deterministic_engines_draft_nothing_with_one_cache() -> None:
     alone = {"deterministic": True, "rollout.max_staleness": 0}
     for base in (NGRAM, CACHED):

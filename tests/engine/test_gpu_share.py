@@ -7,8 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -75,29 +73,3 @@ def test_weights_and_cache_are_a_fixed_part_of_a_gpu() -> None:
     whole, less, none, *_ = sizes()
     assert (whole, less) == pytest.approx((32.0, 0.4 * 79))
     assert "no GPU memory for the KV cache" in str(none)
-
-
-def test_memory_is_released_once_however_often_it_is_asked_for() -> None:
-    released: list[list[str]] = []
-
-    class SchedulerWeightUpdaterManager:
-        def __init__(self) -> None:
-            self.offload_tags: set[str] = set()
-
-        def release_memory_occupation(self, request: Any) -> str:
-            released.append(request.tags)
-            self.offload_tags |= {*request.tags}
-            return "released"
-
-    sglang_hooks.release_once(
-        SimpleNamespace(
-            SchedulerWeightUpdaterManager=SchedulerWeightUpdaterManager,
-            GPU_MEMORY_ALL_TYPES=["kv_cache", "weights", "cuda_graph"],
-            ReleaseMemoryOccupationReqOutput=lambda: "nothing to do",
-        )
-    )
-    manager: Any = SchedulerWeightUpdaterManager()
-    asked = [["kv_cache"], ["kv_cache", "weights"], ["weights"], None, None]
-    answers = [manager.release_memory_occupation(SimpleNamespace(tags=tags)) for tags in asked]
-    assert released == [["kv_cache"], ["weights"], ["cuda_graph"]]
-    assert answers == ["released", "released", "nothing to do", "released", "nothing to do"]

@@ -59,8 +59,7 @@ def test_both_sides_go_on_where_there_are_checkpoints() -> None:
     specs = made(**{"checkpoint.every": 4, "cluster.max_restarts": 7})
     assert {name for name, spec in specs.items() if spec.recovers} == alike
     assert {specs[name].restarts for name in alike} == {7}
-    turns = {"cluster.placement": "colocated", "rollout.max_staleness": 1, "weights.pause_mode": "retract"}
-    for changes in ({"trainer.lora.rank": 4, "weights.lora": "versions"}, turns):
+    for changes in ({"trainer.lora.rank": 4, "weights.lora": "versions"}, {"cluster.placement": "shared"}):
         assert {name for name, spec in made(**{"checkpoint.every": 4, **changes}).items() if spec.recovers} == alike
     for changes in ({}, {"checkpoint.every": 4, "cluster.on_death": "end"}):
         assert not any(made(**changes)[name].restarts or made(**changes)[name].recovers for name in alike)

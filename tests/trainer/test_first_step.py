@@ -15,7 +15,7 @@ from asyncrl.platforms import here
 
 here().prepare_trainer()
 
-from asyncrl.trainer import colocated  # noqa: E402
+from asyncrl.trainer import gpu_sharing  # noqa: E402
 from asyncrl.trainer.rank import limit, longest_wait, watched  # noqa: E402
 from tests.fakes import tiny_config  # noqa: E402
 
@@ -39,12 +39,10 @@ def test_only_the_first_gpu_step_may_exceed_the_timeout(
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_wait_for_engines_may_last_as_a_whole_hand_over(
-    shared: bool,
-) -> None:
+def test_wait_for_engines_may_last_as_a_whole_hand_over(shared: bool) -> None:
     deadlines = {"rollout.batch_timeout": 50.0, "engine.start_timeout": 100.0, "weights.timeout": 30.0}
-    turns = {"cluster.placement": "colocated", "rollout.max_staleness": 1, "weights.pause_mode": "drain"}
-    assert longest_wait(tiny_config(**deadlines, **(turns if shared else {}))) == (220.0 if shared else 100.0)
+    placement = {"cluster.placement": "shared" if shared else "separate"}
+    assert longest_wait(tiny_config(**deadlines, **placement)) == (220.0 if shared else 100.0)
 
 
 @pytest.mark.parametrize(
@@ -60,19 +58,17 @@ def test_trainer_beside_an_engine_keeps_to_its_part(
     assert found == limits
 
 
-@pytest.mark.parametrize("placement", ["shared", "colocated"])
+@pytest.mark.parametrize("placement", ["shared", "separate"])
 def test_trainer_uses_a_gpu_after_its_engines_measured_it(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rank waits for the engines, and the others for it. Only in turns do the engines hand anything over."""
+    """The first rank waits for the engines, and the others for it."""
     done = list[str]()
-    monkeypatch.setattr(colocated, "wait_until_ready", lambda *_: done.append("ready"))
+    monkeypatch.setattr(gpu_sharing, "wait_until_ready", lambda *_: done.append("ready"))
     monkeypatch.setattr(dist, "barrier", lambda: done.append("barrier"))
-    given = SimpleNamespace(give=lambda: done.append("give"))
-    monkeypatch.setattr(colocated, "HandOver", lambda *_, **__: given)
-    turns = {"cluster.placement": placement, "rollout.max_staleness": 1, "weights.pause_mode": "drain"}
-    first: Any = SimpleNamespace(is_first=True)
+    config = tiny_config(**{"cluster.placement": placement})
+    rank: Any = SimpleNamespace(config=config, run_dir=tmp_path, parallel=SimpleNamespace(is_first=True))
     fleet: Any = None
-    hand_over = colocated.wait_for_engines(tiny_config(**turns), tmp_path, fleet, first)
-    assert done == (["ready", "give", "barrier"] if placement == "colocated" else ["ready", "barrier"])
-    assert (hand_over is given) == (placement == "colocated")
+    sharing = gpu_sharing.share_gpu(rank, fleet)
+    assert done == (["ready", "barrier"] if placement == "shared" else [])
+    assert sharing.update is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.network.addresses import OUT_OF_MEMORY
+from asyncrl.network.addresses import OUT_OF_MEMORY, TRAINING
 from asyncrl.trainer.recovery import CatchingUp, Recovery, Start, _recovery, adapted
 from asyncrl.weights.publish import UNSENT, Staged, StagedPublisher
 from tests.fakes import tiny_config
@@ -50,12 +50,13 @@ def test_nothing_is_published_before_the_served_version() -> None:
 
 def test_engines_without_memory_are_not_asked_for_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCRL_DIED_AT", "1")
-    turns = {"cluster.placement": "colocated", "rollout.max_staleness": 1, "weights.pause_mode": "retract"}
     source: Any = SimpleNamespace(status=lambda: {"version": 5, "held": 0.0})
     fleet: Any = SimpleNamespace(inherit=lambda: None)
     found = []
-    for changes in ({}, turns):
-        rank: Any = SimpleNamespace(run_dir=tmp_path, config=tiny_config(**changes))
+    for trainers_turn in (False, True):
+        if trainers_turn:
+            (tmp_path / TRAINING).touch()
+        rank: Any = SimpleNamespace(run_dir=tmp_path)
         found.append(_recovery(rank, source, fleet))
     assert [(one.served, one.updating) for one in found] == [(5, False), (5, True)]
 

@@ -34,7 +34,7 @@ class Delta(Extension):
                 "another, or set weights.overlap=false."
             )
             yield ConfigError("weights.transport", transport, remedy)
-        if config.cluster.takes_turns:
+        if config.cluster.placement == "colocated":
             remedy = (
                 "With cluster.placement=colocated an engine's weights are undefined after a release, so that no delta "
                 "applies to them: set auto, tensor or disk."

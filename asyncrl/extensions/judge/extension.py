@@ -33,7 +33,7 @@ class JudgeConfig(AuxiliaryModelConfig):
 class JudgeLaunch(extension.LaunchHooks):
     """Where the judge's engines are, for the processes that build rewards."""
 
-    def changed(self, spec: ProcessSpec, addresses: Addresses, run_dir: Path) -> ProcessSpec:
+    def changed(self, config: Config, spec: ProcessSpec, addresses: Addresses, run_dir: Path) -> ProcessSpec:
         """Return the process with their addresses in its environment, unless it is an engine, the router or a trainer.
         The rewards of a task, which may ask them, are built before any hook is called there."""
         urls = addresses.frozen.get("judge")

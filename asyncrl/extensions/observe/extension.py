@@ -54,7 +54,7 @@ class TraceLaunch(extension.LaunchHooks):
         """That port, and the key of those who send spans."""
         return {"spans": f"127.0.0.1:{ports[0].port}", "key": secrets.token_hex(16)} if ports else {}
 
-    def changed(self, spec: ProcessSpec, addresses: Addresses, run_dir: Path) -> ProcessSpec:
+    def changed(self, config: Config, spec: ProcessSpec, addresses: Addresses, run_dir: Path) -> ProcessSpec:
         """Let an engine of the policy or the router send its spans to the rollout process. The address is passed
         through the environment, as all ports are (launch/plan.py)."""
         from asyncrl.network.addresses import ARGUMENTS

@@ -107,7 +107,7 @@ def needs_of(config: Config, gpus: int, models: Mapping[str, ModelFolder]) -> di
                 parts["KV cache of one answer"] = parts.pop("KV cache")
             own = ((config.engine.hicache or 0) * 10**9, config.engine_fraction) if name == "engine" else ()
             needs[name] = MemoryNeed(parts, gpu, *own)
-    if config.cluster.takes_turns and needs.keys() >= {"trainer", "engine"} and needs["engine"].gpu:
+    if config.cluster.placement == "colocated" and needs.keys() >= {"trainer", "engine"} and needs["engine"].gpu:
         needs["trainer"] = in_turns(needs["trainer"], needs["engine"])
     return needs
 

@@ -11,7 +11,7 @@ from asyncrl.launch.placement import Node, Seat
 from asyncrl.lookup import active
 from asyncrl.platforms import without_gpu
 
-ON_THE_SAME = "Or let engines use the trainers' GPUs: set cluster.placement=shared, or colocated (docs/parallelism.md)."
+ON_THE_SAME = "Or let engines use the trainers' GPUs: set cluster.placement=shared, or another (docs/parallelism.md)."
 
 
 def check_platforms(config: Config, gpus: int) -> None:

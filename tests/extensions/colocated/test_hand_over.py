@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.engine.fleet import Fleet
-from asyncrl.engine.hand_over import HandOver
 from asyncrl.errors import DeadlineExceeded, EngineError
+from asyncrl.extensions.colocated.hand_over import HandOver
 from asyncrl.models import catalog
 from asyncrl.network.addresses import TRAINING, Access
 from asyncrl.parallel import EngineParallel, Parallel

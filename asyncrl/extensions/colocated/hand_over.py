@@ -13,7 +13,7 @@ SGLang keeps the model's buffers, such as rotary caches, over a release (`_expor
 It asserts that nothing runs when memory is released, and fails if a tag is resumed without a release, so that it must
 be known which engines have released theirs. A restarted engine is another incarnation, which has its memory, and
 follows the others through all steps. Trainers that start again take no engine for released, whatever those that died
-had done with it: the first two steps may be taken again (engine/sglang_hooks.py).
+had done with it: the first two steps may be taken again (memory.py).
 
     waits for     every call, weights.timeout each; engines that are being restarted, engine.start_timeout
     on failure    an engine that fails a call is lost (engine/fleet.py) and restarted. It is not restarted while

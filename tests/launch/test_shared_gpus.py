@@ -1,5 +1,5 @@
-"""cluster.placement=colocated and shared: engines sit on the trainers' GPUs, start as engines that can release their
-memory, or with their part of it, and every setting that cannot work is refused by name."""
+"""cluster.placement=shared: engines sit on the trainers' GPUs, start with their part of the memory, and every setting
+that cannot work is refused by name."""
 
 from __future__ import annotations
 
@@ -22,44 +22,6 @@ from asyncrl.weights.publish import build_transport
 from tests.fakes import ALONE, JOB, addresses, tiny_config
 from tests.launch.checks.worlds import ENGINE, ROUTER
 
-COLOCATED = {
-    "cluster.placement": "colocated",
-    "rollout.max_staleness": 1,
-    "weights.pause_mode": "retract",
-}
-
-
-def colocated(**changes: Any) -> Config:
-    return tiny_config(**{**COLOCATED, **changes})
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "remedy"),
-    [
-        ("weights.pause_mode", "in_place", "retract"),
-        ("weights.transport", "distributed", "auto, tensor or disk"),
-        ("weights.verify", False, "set true"),
-        ("trainer.optimizer.offload", True, "set false"),
-        ("rollout.max_staleness", 2, "set 0"),
-        ("engine.urls", ["http://127.0.0.1:1"], "remove them"),
-        ("engine.device", "cpu", r"trainer.device \(auto\)"),
-        ("engine.server_args", {"enable_memory_saver": False}, "remove it"),
-        ("engine.server_args", {"weight_cache_mode": "host"}, "remove it"),
-    ],
-)
-def test_what_cannot_take_turns_is_refused_by_name(field: str, value: Any, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=remedy) as refused:
-        colocated(**{field: value})
-    assert refused.value.field.startswith(field)
-    separate = {"cluster.placement": "separate"}
-    tiny_config(**{field: value}, **separate)
-
-
-def test_only_training_takes_turns() -> None:
-    with pytest.raises(ConfigError, match=r"mode=alone has no GPUs to share"):
-        colocated(**ALONE)
-
-
 SHARED = {"cluster.placement": "shared"}
 
 
@@ -81,7 +43,7 @@ def test_what_cannot_share_gpus_is_refused_by_name(field: str, value: Any, remed
 
 
 def test_engines_that_share_gpus_and_memory_need_no_turns() -> None:
-    """What takes_turns alone refuses: 2 versions of staleness, pauses in place, parts, overlapped publishes."""
+    """Staleness of 2 versions, pauses in place, parts and overlapped publishes are allowed."""
     settings = {"rollout.max_staleness": 2, "weights.pause_mode": "in_place", "weights.verify": False}
     tiny_config(**SHARED, **settings, **{"trainer.batch_parts": 2})
     tiny_config(**SHARED, **settings, **{"weights.overlap": True})
@@ -93,9 +55,8 @@ def test_trainers_sharing_gpus_get_what_engines_leave(given: float | None, engin
     config = tiny_config(**SHARED, **{"engine.memory_fraction": given})
     assert config.engine_fraction == engine
     assert config.trainer_fraction == pytest.approx(trainer)
-    for placement in ({}, COLOCATED):
-        alone = tiny_config(**placement, **{"engine.memory_fraction": given})
-        assert (alone.engine_fraction, alone.trainer_fraction) == (given, None)
+    alone = tiny_config(**{"engine.memory_fraction": given})
+    assert (alone.engine_fraction, alone.trainer_fraction) == (given, None)
 
 
 def placed(config: Config, nodes: int, gpus: int) -> Placement:
@@ -105,9 +66,8 @@ def placed(config: Config, nodes: int, gpus: int) -> Placement:
 SHAPE = {"trainer.data_parallel": 4, "trainer.tensor_parallel": 2, "engine.count": 4, "engine.tensor_parallel": 2}
 
 
-@pytest.mark.parametrize("placement", [COLOCATED, SHARED], ids=["in turns", "side by side"])
-def test_engines_use_all_gpus_of_the_trainers_and_no_others(placement: dict[str, Any]) -> None:
-    found = placed(tiny_config(**placement, **SHAPE, **JOB), 3, 4)
+def test_engines_use_all_gpus_of_the_trainers_and_no_others() -> None:
+    found = placed(tiny_config(**SHARED, **SHAPE, **JOB), 3, 4)
     on = [(seats[0].node.name, seats[0].gpus) for seats in found.engines]
     assert on == [("node0", (0, 1)), ("node0", (2, 3)), ("node1", (0, 1)), ("node1", (2, 3))]
     assert {(seat.node.name, seat.gpus) for seat in found.trainers} == {
@@ -120,37 +80,21 @@ def test_engines_use_all_gpus_of_the_trainers_and_no_others(placement: dict[str,
 
 
 def test_engines_that_do_not_use_the_trainers_gpus_are_refused() -> None:
-    with pytest.raises(ConfigError, match="the engines use the 8 GPUs of the trainers"):
-        placed(colocated(**SHAPE | {"engine.count": 3}), 1, 8)
-    placed(colocated(**SHAPE | {"engine.count": 3}), 1, 0)  # on CPU any number may share the cores
+    placed(tiny_config(**SHARED, **SHAPE | {"engine.count": 3}), 1, 0)  # on CPU any number may share the cores
     with pytest.raises(ConfigError, match=r"With cluster\.placement=shared the engines use the 8 GPUs of the trainers"):
         placed(tiny_config(**SHARED, **SHAPE | {"engine.count": 5}), 1, 16)
 
 
-@pytest.mark.parametrize("placement", [COLOCATED, SHARED], ids=["in turns", "side by side"])
-def test_shared_gpus_are_counted_once(placement: dict[str, Any]) -> None:
-    check_devices(tiny_config(**placement, **SHAPE), gpus=8)
+def test_shared_gpus_are_counted_once() -> None:
+    check_devices(tiny_config(**SHARED, **SHAPE), gpus=8)
     with pytest.raises(ConfigError, match="trainer × engine ranks: got 8") as refused:
-        check_devices(tiny_config(**placement, **SHAPE), gpus=7)
+        check_devices(tiny_config(**SHARED, **SHAPE), gpus=7)
     assert "set cluster.placement" not in refused.value.remedy
 
 
 def test_one_gpu_machine_is_told_how_both_use_it() -> None:
-    with pytest.raises(ConfigError, match=r"set cluster\.placement=shared, or colocated"):
+    with pytest.raises(ConfigError, match=r"set cluster\.placement=shared, or another"):
         check_devices(tiny_config(), gpus=1)
-
-
-@pytest.mark.parametrize("gpus", [0, 2])
-def test_gpu_engines_have_a_memory_saver_and_see_ipc_gpus(gpus: int) -> None:
-    config = colocated(**{"trainer.data_parallel": 2, "engine.count": 2})
-    placement = placed(config, 1, gpus)
-    specs = {spec.name: spec for spec in plan(config, addresses(2, gpus), placement, Path("/runs/r"))}
-    engine = specs["engine-1"]
-    assert ("--enable-memory-saver" in engine.argv) == (gpus > 0)
-    assert engine.env["CUDA_VISIBLE_DEVICES"] == ("0,1" if gpus else "")
-    assert not gpus or engine.argv[engine.argv.index("--base-gpu-id") + 1] == "1"
-    assert engine.env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "false"
-    assert specs["trainer-1"].env["CUDA_VISIBLE_DEVICES"] == ("0,1" if gpus else "")
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
@@ -175,7 +119,7 @@ def test_weights_stay_on_the_device() -> None:
         choose("auto", ["http://10.0.0.2:1"], "10.0.0.1", gpu=True, shared=True)
 
 
-@pytest.mark.parametrize(("changes", "way"), [(COLOCATED, "tensor"), (SHARED, "tensor"), ({}, "distributed")])
+@pytest.mark.parametrize(("changes", "way"), [(SHARED, "tensor"), ({}, "distributed")])
 def test_trainers_choose_cuda_ipc_where_both_use_a_gpu(changes: dict[str, Any], way: str) -> None:
     """NCCL, which is the choice for GPUs of their own, refuses two ranks on one GPU."""
     config: Any = tiny_config(**changes, **{"trainer.dtype": "bfloat16"})

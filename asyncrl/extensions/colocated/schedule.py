@@ -1,8 +1,8 @@
 """The trainers' side of cluster.placement=colocated: they use the GPUs only after the engines have released their
 memory, and give them back with each version.
 
-    batch      the rollout side holds requests back, the engines release their memory           (engine/hand_over.py)
-    update     everything comes to the device; afterwards all but the parameters leaves it      (offload.py)
+    batch      the rollout side holds requests back, the engines release their memory               (hand_over.py)
+    update     everything comes to the device; afterwards all but the parameters leaves it          (trainer/offload.py)
     publish    the engines take memory for weights, which are sent; the parameters leave the device; the engines take
                their cache, and continue
 
@@ -13,24 +13,69 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
-from asyncrl.config import Config
 from asyncrl.engine.fleet import Fleet
-from asyncrl.engine.hand_over import HandOver
+from asyncrl.extensions.colocated.hand_over import HandOver
 from asyncrl.metrics.record import StepLog
-from asyncrl.parallel import Parallel
-from asyncrl.trainer.batch_source import wait_until_ready
-from asyncrl.trainer.offload import DeviceMemory
+from asyncrl.trainer.batch_source import BatchSource
+from asyncrl.trainer.gpu_sharing import GpuSharing
+from asyncrl.trainer.offload import DeviceMemory, HeldTensors
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.rank import Rank
 from asyncrl.weights.publish import StagedPublisher, VersionPublisher
 
 
-def free(memory: DeviceMemory) -> None:
-    """Free the GPUs of all ranks for the engines' caches, after every engine has received its weights."""
-    memory.offload(parameters=True)
-    dist.barrier()
+class ColocatedSchedule(GpuSharing):
+    """How a rank shares its GPU with engines in turns. The trainers begin."""
+
+    _memory: DeviceMemory
+
+    def __init__(self, rank: Rank, fleet: Fleet) -> None:
+        """Wait until the engines have measured their GPUs, and have released their memory."""
+        super().__init__(rank, fleet)
+        if rank.parallel.is_first:
+            config = rank.config
+            self.update = HandOver(
+                fleet,
+                mode=config.weights.pause_mode,
+                start_timeout=config.engine.start_timeout,
+                folder=rank.run_dir,
+            )
+            self.update.give()
+        dist.barrier()
+
+    def sent(self) -> None:
+        """Free the GPUs of all ranks for the engines' caches, after every engine has received its weights."""
+        self._memory.offload(parameters=True)
+        dist.barrier()
+
+    def around(self, publisher: StagedPublisher, policy: Policy, source: BatchSource, log: StepLog) -> VersionPublisher:
+        """Return the publisher that moves the policy's memory, and makes the engines release theirs."""
+        self._memory = DeviceMemory(lambda: _held(policy))
+        policy.readable = self._memory.readable
+
+        def release() -> None:
+            if isinstance(self.update, HandOver):
+                source.hold()
+                self.update.give()
+
+        return Colocated(publisher, self._memory, log, release)
+
+
+def _held(policy: Policy) -> HeldTensors:
+    """Return the tensors of a rank that take memory. The parameters of other networks are states: they are not
+    published."""
+    others = list[Tensor]()
+    for network, optimizer in policy.others.values():
+        others += [*network.parameters(), *network.packed(), *optimizer.states()]
+    return HeldTensors(
+        [*policy.network.parameters(), *policy.network.packed()],
+        [tensor for network in policy.networks() for tensor in network.gradients()],
+        [*policy.optimizer.states(), *others, *policy.frozen()],
+    )
 
 
 class Colocated(VersionPublisher):
@@ -79,19 +124,3 @@ class Colocated(VersionPublisher):
         self._memory.onload(everything=False)
         yield
         self.publish(version)
-
-
-def wait_for_engines(config: Config, run_dir: Path, fleet: Fleet, parallel: Parallel) -> HandOver | None:
-    """Wait for engines that use the trainers' GPUs: they have measured the memory, so that this rank may use its GPU.
-    Return, on rank 0, the hand-over of those that do so in turns, which have released their memory."""
-    if not config.cluster.shares_gpus:
-        return None
-    hand_over = None
-    if parallel.is_first:
-        timeout = config.engine.start_timeout
-        wait_until_ready(run_dir, timeout)
-        if config.cluster.takes_turns:
-            hand_over = HandOver(fleet, mode=config.weights.pause_mode, start_timeout=timeout, folder=run_dir)
-            hand_over.give()
-    dist.barrier()
-    return hand_over

@@ -1,0 +1,1 @@
+"""Engines and trainers that use the same GPUs in turns: cluster.placement=colocated."""
