@@ -43,10 +43,11 @@ if TYPE_CHECKING:
 
 
 class Pilot(Protocol):
-    """What changes a run in progress, with cluster.elastic."""
+    """What changes a run in progress."""
 
-    def each_poll(self) -> None:
-        """Look at the run, and act. Must not block: the launcher renews the run's lease between two calls."""
+    def each_poll(self) -> Sequence[str]:
+        """Look at the run, and act. Return lines for the console. Must not block: the launcher renews the run's lease
+        between two calls."""
         ...
 
     def end(self) -> None:
@@ -133,10 +134,13 @@ class LaunchHooks:
     from `refuse` to `begins`, one object is asked, by launch/prepare.py; the others may be called on a new one each
     time."""
 
-    def plan(self, preparation: Preparation) -> Config | None:
-        """Return the settings of a run with cluster.plan; None if this extension plans nothing. Called before machines
-        are assigned, at each start and with --check, until one answers. Raises ConfigError."""
-        return None
+    plans: bool = False
+    """Whether `plan` changes the settings, so that a job has to start before its processes can be placed."""
+
+    def plan(self, preparation: Preparation) -> Config:
+        """Return the settings of the run, or others that are chosen by its machines. Called before machines are
+        assigned, at each start and with --check, except for a job that has not been submitted. Raises ConfigError."""
+        return preparation.config
 
     def ports(self) -> int:
         """Return the number of ports that it needs on the rollout process's machine. Called when processes are assigned
@@ -212,8 +216,8 @@ class LaunchHooks:
     def pilot(
         self, config: Config, run_dir: Path, addresses: Addresses, placement: Placement, cluster: Cluster
     ) -> Pilot | None:
-        """Return the pilot of a run with cluster.elastic; None if this extension has none. Called right before the
-        processes start (launch/run.py), until one answers."""
+        """Return what changes this run while it works; None if nothing does. Called right before the processes start
+        (launch/run.py)."""
         return None
 
     def display(self, config: Config, run_dir: Path, out: Console) -> Display | None:
@@ -412,6 +416,9 @@ class Extension:
     """Formats of the frozen base by their name in trainer.lora.base."""
     clusters: ClassVar[Mapping[str, str]] = {}
     """Import paths of subclasses of launch.cluster.Cluster by their name in cluster.launcher."""
+    flags: ClassVar[Mapping[str, str]] = {}
+    """Flags of asyncrl-train, each with the import path of a function that takes the words of the command line and
+    returns others in their place, which Hydra knows; None if it has done all that was asked for (launch/compose.py)."""
     modes: ClassVar[Mapping[str, OfferedMode]] = {}
     """Further values of the setting `mode`, by name."""
     placements: ClassVar[Mapping[str, str]] = {}

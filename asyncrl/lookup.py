@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, reduce
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -105,15 +105,6 @@ def install_in_engine(argv: Sequence[str]) -> None:
     """Install the hooks of all extensions in an engine's process. Raises ConfigError."""
     for kind in classes(json.loads(os.environ.get(NAMED, "{}"))).values():
         kind(kind.Settings()).engine().install(argv)
-
-
-def first(config: Config, field: str, answers: Iterable[T | None]) -> T:
-    """Return the first answer of an extension. Raises ConfigError for the field that needs one if there is none."""
-    for answer in answers:
-        if answer is not None:
-            return answer
-    value: Any = reduce(getattr, field.split("."), config)
-    raise ConfigError(field, value, NOBODY)
 
 
 def sweep() -> None:

@@ -57,6 +57,8 @@ MOVED_SETTINGS = {
     "algo.distillation": "distill",
     "algo.critic": "critic",
     "tracing": "observe",
+    "cluster.plan": "plan.apply",
+    **{f"cluster.{name}": f"plan.{name}" for name in ("elastic", "min_engines", "max_engines")},
     "rollout.processes": "processes.count",
     "rollout.curriculum": "curriculum.function",
     "cluster.on_trainer_death": "cluster.on_death",

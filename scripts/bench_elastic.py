@@ -1,11 +1,11 @@
-"""Benchmark of elastic runs: the controller of cluster.elastic against the best fixed split in hindsight.
+"""Benchmark of elastic runs: the controller of plan.elastic against the best fixed split in hindsight.
 
     python scripts/bench_elastic.py [--quick] [--parts drift stationary engines stubs]
 
 drift        8 devices, answers that grow fourfold; devices move between engines and trainer, which then stands still
 stationary   the same devices, lengths that do not change
 engines      answers that grow fourfold; the trainer keeps its devices, and engines join and leave
-stubs        asyncrl-train with stub engines and a trainer that sleeps: one engine, four, and cluster.elastic=act, where
+stubs        asyncrl-train with stub engines and a trainer that sleeps: one engine, four, and plan.elastic=act, where
              engines join as processes
 
 All but the last are simulated (scripts/elastic_simulation.py), under seeds; "naive" is the fixed split that is best for
@@ -123,9 +123,9 @@ def _stub_run(
     overrides = {
         "run.dir": folder / "run",
         "run.max_steps": steps,
-        "cluster.elastic": mode,
+        "plan.elastic": mode,
         "engine.count": engines,
-        "cluster.max_engines": STUBS,
+        "plan.max_engines": STUBS,
         "cluster.tls": "false",
         "rollout.batch_groups": 8,
         "rollout.group_size": 4,

@@ -108,19 +108,6 @@ class ClusterConfig(Section):
     """separate: trainers and engines have GPUs of their own and work at the same time. shared: they work at the same
     time on the same GPUs, each with a part of the memory (engine.memory_fraction); without GPUs it is like separate.
     Others are those of extensions, which use the same GPUs in other ways (docs/parallelism.md)."""
-    plan: str | None
-    """auto: the launcher chooses the number of engines, rollout.lead, rollout.max_running_groups and, on GPUs, the
-    parallel layouts, by the number and kind of GPUs or the measured speed of the CPU (docs/operations.md), and keeps
-    rollout.max_staleness. A file that asyncrl-plan --json wrote: its overrides are used. What the command line sets is
-    kept, and a resumed run keeps the plan that it had."""
-    elastic: Literal["off", "advise", "act"]
-    """Watch what limits the run, and decide for more or fewer engines, another lead within the bound, or another
-    rollout.max_running_groups if that is a number (docs/operations.md). advise: decisions are only reported, on the
-    terminal and in elastic.jsonl; act: they are carried out. Requires metrics.timeline=true."""
-    min_engines: Count
-    """Smallest number of engines that cluster.elastic leaves."""
-    max_engines: Count | None
-    """Largest number of engines that cluster.elastic adds up to; unset: none are added beyond engine.count."""
     launcher: str
     """local: everything runs on this machine. Otherwise the name of a cluster that an extension has, on whose machines
     the run is a job (docs/extensions.md); slurm is set by cluster=slurm."""

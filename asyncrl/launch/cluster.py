@@ -75,7 +75,7 @@ class Cluster:
 
     def probe(self, config: Config, ports: int | None = None) -> None:
         """Look at each machine, and reserve this many ports there; by default as many as the run needs. `config` may
-        have changed since the beginning (cluster.plan). For a job that has not been submitted, `nodes` become
+        have changed since the beginning (LaunchHooks.plan). For a job that has not been submitted, `nodes` become
         placeholders (placement.imagined). Raises ConfigError or LaunchError."""
         cluster = config.cluster
         gpus = count_gpus(cluster.gpus)

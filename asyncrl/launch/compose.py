@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -24,7 +25,6 @@ from omegaconf.resolvers import oc
 from asyncrl import CONF
 from asyncrl.errors import CompositionError, ConfigError
 from asyncrl.launch import help
-from asyncrl.launch.own_file import with_own_file
 from asyncrl.removed import removal
 
 if TYPE_CHECKING:
@@ -57,8 +57,11 @@ class Composed:
 
 def compose(conf: Path) -> list[Composed]:
     """Return the settings of every run that sys.argv asks for: several under --multirun, none when Hydra has only
-    printed something (--cfg, completion). Raises CompositionError for what Hydra refuses."""
-    sys.argv[1:] = algorithm_overrides(with_own_file(sys.argv[1:]))
+    printed something (--cfg, completion), or an extension has. Raises CompositionError for what Hydra refuses."""
+    words = with_flags_replaced(sys.argv[1:])
+    if words is None:
+        return []
+    sys.argv[1:] = algorithm_overrides(words)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, and CompositionError adds field and remedy
     find_further_confs()
     composed: list[tuple[DictConfig, list[str]]] = []
@@ -72,6 +75,22 @@ def compose(conf: Path) -> list[Composed]:
         return [Composed(plain(one), overrides) for one, overrides in composed]
     except (HydraException, OmegaConfBaseException) as error:
         raise CompositionError(f"{_first_line(error)}. {_spelling(str(error))}") from None
+
+
+def with_flags_replaced(words: list[str]) -> list[str] | None:
+    """Return the command line with what extensions make of their flags (Extension.flags); None if one of them has done
+    all that was asked for. Raises CompositionError."""
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    if unknown := [flag for flag in flags if flag not in get_args_parser()._option_string_actions]:
+        from asyncrl import lookup, user_code  # import pydantic, so only for flags that are not Hydra's
+
+        offered = lookup.offered("flags")
+        for flag in [flag for flag in unknown if flag in offered]:
+            replaced: list[str] | None = user_code.load(offered[flag], flag)(words)
+            if replaced is None:
+                return None
+            words = replaced
+    return words
 
 
 def defaults() -> dict[str, Any]:

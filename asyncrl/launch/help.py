@@ -69,7 +69,6 @@ Trains a language model with asynchronous RL: Megatron trainers and SGLang engin
   asyncrl-train experiment=tiny                    0.13M parameters, one to two minutes
   asyncrl-train experiment=tiny trainer.tensor_parallel=2 engine.count=2 rollout.max_staleness=4
   asyncrl-train --config my_run.yaml               settings from a file of your own (docs/quickstart.md)
-  asyncrl-train --schema                           JSON schema of such files, for editors
   asyncrl-train --help all                         every field; --help rollout: those that begin with rollout
   asyncrl-train --cfg job                          print the composed settings without a run
   asyncrl-train --check ...                        report problems of a run without starting it

@@ -29,11 +29,6 @@ def main() -> None:
         following = sys.argv[sys.argv.index(asked.pop()) + 1 :]
         print(help.render(CONF, following[0] if following else ""))
         return
-    if "--schema" in sys.argv:
-        from asyncrl.launch.own_file import schema
-
-        print(schema())
-        return
     checking = CHECK in sys.argv
     sys.argv = [word for word in sys.argv if word != CHECK]  # the remaining arguments are for Hydra
     # A user's modules are found from the current folder, as by the run's processes (python -m).

@@ -23,7 +23,7 @@ from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import Placement, place
 from asyncrl.launch.precision import Precision
 from asyncrl.launch.resume import Resume
-from asyncrl.lookup import active, first
+from asyncrl.lookup import active
 from asyncrl.models import catalog
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import MACHINE
@@ -103,18 +103,15 @@ class Preparation:
         self.announced = check_files(self.config)
 
     def plan(self) -> None:
-        """Choose the settings that cluster.plan leaves to the launcher or a file, as in the run that is resumed. A job
-        is planned when it starts."""
-        if not self.config.cluster.plan or not self.cluster.here:
-            return
-        self.cluster.probe(self.config)
-        self.config = first(self.config, "cluster.plan", (hooks.plan(self) for hooks in self.hooks))
+        """Let extensions choose settings by the machines of the run. A job is planned when it starts."""
+        for hooks in self.hooks if self.cluster.here else ():
+            self.config = hooks.plan(self)
         self.chosen = Precision(self.config)
 
     def place(self) -> None:
         """Find the machines, and place the run on them."""
-        self.cluster.probe(self.config)  # again after cluster.plan: other engines need other ports
-        if self.config.cluster.plan and not self.cluster.here:
+        self.cluster.probe(self.config)
+        if not self.cluster.here and any(hooks.plans for hooks in self.hooks):
             return
         if self.config.cluster.is_local:
             check_devices(self.config, self.gpus)

@@ -29,7 +29,6 @@ from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.restarts import restart_policy
 from asyncrl.launch.stalls import Stalls
-from asyncrl.lookup import first
 from asyncrl.metrics.console import Console
 from asyncrl.network.addresses import END, STOP, STOPPED, TRAINING, Addresses
 from asyncrl.network.tls import Authority
@@ -237,10 +236,8 @@ def supervise(
 ) -> None:
     """Start the processes and supervise them until all have ended. Raises the same errors as Supervisor.run."""
     config, run_dir, cluster = prepared.chosen.config, prepared.run_dir, prepared.cluster
-    pilot = None
-    if config.cluster.elastic != "off":
-        facts = config, run_dir, addresses, prepared.placement, cluster
-        pilot = first(config, "cluster.elastic", (hooks.pilot(*facts) for hooks in prepared.hooks))
+    facts = config, run_dir, addresses, prepared.placement, cluster
+    pilots = [pilot for pilot in (hooks.pilot(*facts) for hooks in prepared.hooks) if pilot]
     policy = restart_policy(run_dir, addresses, specs, cluster.has, timeline=config.metrics.timeline)
     registry = Registry(run_dir)
     registry.clear()
@@ -249,13 +246,11 @@ def supervise(
 
     def each_poll() -> None:
         lease.renew()
-        if pilot:
-            pilot.each_poll()
-        console.follow()
+        console.follow([line for pilot in pilots for line in pilot.each_poll()])
 
     try:
         Supervisor(specs, run_dir, addresses.run_id, config.cluster.stop_grace, policy, stalls=stalls).run(each_poll)
     finally:
         lease.end()
-        if pilot:
+        for pilot in pilots:
             pilot.end()

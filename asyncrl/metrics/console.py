@@ -8,7 +8,7 @@ import math
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -22,7 +22,6 @@ from asyncrl.errors import visible
 from asyncrl.extension import Display
 from asyncrl.jsonl import Tail
 from asyncrl.lookup import active
-from asyncrl.network.addresses import ELASTIC
 
 LONG_WAIT_SECONDS = 60.0
 LONG_WAIT_STEPS = 10
@@ -45,9 +44,8 @@ class Console:
         self._config, self._run_dir, self._clock = config, run_dir, clock
         self._out = out or rich.console.Console(highlight=False)
         self._display: Display | None = None
-        names = ("eval.jsonl", "warnings.jsonl", "metrics.jsonl", ELASTIC)
-        tails = (Tail(run_dir / name, new=True) for name in names)
-        self._evaluations, self._warnings, self._steps, self._decisions = tails
+        names = ("eval.jsonl", "warnings.jsonl", "metrics.jsonl")
+        self._evaluations, self._warnings, self._steps = (Tail(run_dir / name, new=True) for name in names)
         self._warned: Counter[str] = Counter()  # by text with its numbers left out
         self._texts: dict[str, str] = {}  # the first text of each
         self._total = 0  # number of warnings
@@ -91,8 +89,8 @@ class Console:
             displays = (one.display(self._config, self._run_dir, self._out) for one in hooks)
             self._display = next((one for one in displays if one), None)
 
-    def follow(self) -> None:
-        """Show the records written since the last call."""
+    def follow(self, lines: Iterable[str] = ()) -> None:
+        """Show the records written since the last call, and these lines."""
         for record in self._evaluations():
             self._print(self._evaluation(record))
             if self._display:
@@ -101,10 +99,8 @@ class Console:
             self._warn(record)
             if self._display:
                 self._display.warned()
-        for record in self._decisions():
-            self._print(
-                f"[cyan]elastic[/]  step {record['step']}: {escape(record['reason'])}; {escape(record['done'])}"
-            )
+        for line in lines:
+            self._print(escape(line))
         for record in self._steps():
             self._truncated.append(float(record.get("completion/truncated") or 0.0))
             left, samples = self._seconds_left(record), self._samples_per_second(record)

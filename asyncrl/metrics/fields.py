@@ -26,7 +26,7 @@ STEP = {
     "groups/ready": "number of finished groups that were waiting to be batched when the batch was taken",
     "groups/rejected": "number of groups rejected since the start of the run",
     "groups/requeued": "number of rejected groups that were replaced by another prompt since the start of the run",
-    "admission/lead": "number of batches that may be admitted ahead (rollout.lead, or as changed by cluster.elastic)",
+    "admission/lead": "number of batches that may be admitted ahead (rollout.lead, or as changed during the run)",
     "prompt/length": "mean number of tokens of a group's prompt, without what later turns add",
     "completion/length": "mean number of tokens per completion",
     "completion/truncated": "fraction of completions that were cut at the length limit",

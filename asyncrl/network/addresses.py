@@ -16,8 +16,6 @@ from typing import Any
 FILE = "addresses.json"
 MACHINE = "machine.json"
 """File in which the launcher records which dtype it chose for each part and why, and how long the run should take."""
-PLAN = "plan.json"
-"""File in which the launcher records the plan of a run with cluster.plan=auto, and what it predicts."""
 TUPLES = ("engines", "attached", "trainers")
 END = "end.json"
 """File in which the launcher records how a run ended that did not finish: `state` (paused, stopped or died), `error`
@@ -43,8 +41,6 @@ OUT_OF_MEMORY = "out_of_memory"
 """File in the run folder with the number of times that trainers were out of memory."""
 LOST = "lost.jsonl"
 """File in which the trainer lists the engines that it has given up, for the launcher to restart."""
-ELASTIC = "elastic.jsonl"
-"""File in which the launcher lists the decisions of cluster.elastic."""
 RESTARTED = "restart-"
 """Prefix of the version that an engine reports until it has weights of the run (engine/serve.py)."""
 

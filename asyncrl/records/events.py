@@ -114,7 +114,7 @@ class Taken(msgspec.Struct, frozen=True, tag="taken"):
 
 
 class Adjusted(msgspec.Struct, frozen=True, tag="adjusted"):
-    """The buffer was asked for another lead (cluster.elastic)."""
+    """The buffer was asked for another lead."""
 
     lead: int
     time: float

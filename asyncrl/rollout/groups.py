@@ -231,7 +231,7 @@ class GroupLifecycle:
         return True
 
     async def adjust(self, lead: int | None, groups: int | None) -> None:
-        """Change the lead, or a fixed number of groups in flight (cluster.elastic)."""
+        """Change the lead, or a fixed number of groups in flight."""
         if lead is not None:
             self._buffer.change_lead(lead)
             self._recorder.write(Adjusted(lead, time.time()))

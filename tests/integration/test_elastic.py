@@ -193,7 +193,7 @@ def test_engines_of_the_run_and_others_serve_side_by_side(
 @pytest.mark.campaign  # extensions/plan/test_elastic.py holds the decisions, test_elastic_stubs.py what follows
 def test_engine_that_a_slow_trainer_does_not_need_is_given_back(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    elastic = ("engine.count=2", "cluster.elastic=act", "cluster.min_engines=1", "rollout.max_staleness=2")
+    elastic = ("engine.count=2", "plan.elastic=act", "plan.min_engines=1", "rollout.max_staleness=2")
     steps = run(run_dir, "run.max_steps=60", "eval.questions=0", *elastic, "algo.epochs=64")
     decisions = lines(run_dir / "elastic.jsonl")
     assert [one["done"] for one in decisions if one["action"] == "remove_engine"], decisions

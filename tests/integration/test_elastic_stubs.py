@@ -38,7 +38,7 @@ def played(
     write_questions(questions, 0, raises=0.0, hangs=0.0)
     overrides = {
         "run.max_steps": count,
-        "cluster.elastic": "act",
+        "plan.elastic": "act",
         "cluster.tls": "false",
         "rollout.batch_groups": 8,
         "rollout.group_size": LENGTHS.group_size,
@@ -63,7 +63,7 @@ def played(
 
 @pytest.mark.integration
 def test_controller_adds_an_engine_that_shortens_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = {"cluster.max_engines": 2, "rollout.max_running_groups": "null", "weights.verify": "false"}
+    changes = {"plan.max_engines": 2, "rollout.max_running_groups": "null", "weights.verify": "false"}
     decisions, steps, text = played(tmp_path, monkeypatch, WORKLOAD, STEPS, **changes)
     moved = [one for one in decisions if one["action"].endswith("engine")]
     assert [(one["action"], one["before"], one["after"]) for one in moved] == [("add_engine", 1, 2)], text

@@ -66,7 +66,7 @@ def test_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """The rollout process is killed after a checkpoint. Episodes are played by two processes, and then by three, one of
     which is killed: its groups are played anew. The run keeps the plan that it was started with."""
     layout, run_dir = ["trainer.data_parallel=2"], tmp_path / "run"
-    planned = [*layout, "cluster.plan=auto"]
+    planned = [*layout, "plan.apply=auto"]
     Blow("rollout", 5, 0.15).strike(run_dir, *planned, "processes.count=2")
     assert len(lines(run_dir / "metrics.jsonl")) < STEPS
     plan = json.loads((run_dir / "plan.json").read_text())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.network.addresses import PLAN
+from asyncrl.extensions.plan.auto_plan import PLAN
 from tests.integration.books import check_books, check_replay
 from tests.integration.running import (
     RUN,
@@ -24,7 +24,7 @@ from tests.integration.running import (
 )
 
 SETTINGS = (
-    *("engine.count=2", "processes.count=2", "quantized.format=fp8_simulated", "cluster.plan=auto"),
+    *("engine.count=2", "processes.count=2", "quantized.format=fp8_simulated", "plan.apply=auto"),
     "weights.verify_every=1",
 )
 

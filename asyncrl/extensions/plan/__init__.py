@@ -1,1 +1,1 @@
-"""Predictions: how to divide GPUs before a run (asyncrl-plan, cluster.plan), what to change in it (cluster.elastic)."""
+"""Predictions: how to divide GPUs before a run (asyncrl-plan, plan.apply), what to change in it (plan.elastic)."""

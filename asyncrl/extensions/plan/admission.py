@@ -1,4 +1,4 @@
-"""The rollout process's part in cluster.elastic: the route with which the pilot changes a run in progress.
+"""The rollout process's part in plan.elastic: the route with which the pilot changes a run in progress.
 
 POST /admission {"lead": n, "max_running_groups": n}    change either
 """

@@ -1,4 +1,4 @@
-"""cluster.plan=auto: choose a run's split between engines and trainer, its lead and its concurrency before it starts;
+"""plan.apply=auto: choose a run's split between engines and trainer, its lead and its concurrency before it starts;
 or take them from a file of asyncrl-plan.
 
 On GPUs of a known kind, speed and memory follow from the model's arithmetic (inputs.py), and the parallel
@@ -31,12 +31,13 @@ from asyncrl.launch.machine import Gpu, MachineFacts
 from asyncrl.launch.placement import Node, imagined, place
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.resume import origins
-from asyncrl.network.addresses import PLAN
 from asyncrl.settings import require
 
 if TYPE_CHECKING:
     from asyncrl.extensions.cpu.probe import Rates
 
+PLAN = "plan.json"
+"""File in the run folder with the plan of a run, and what it predicts."""
 LAYOUT = tuple(f"trainer.{name}_parallel" for name in ("tensor", "pipeline", "expert", "expert_tensor", "sequence"))
 """Settings of the trainer's layout: if the command line sets one of them, all are kept."""
 PLANNED = (
@@ -87,13 +88,14 @@ class Devices:
         return f"{self.machines * self.gpus} {self.gpu} GPUs"
 
 
-def plan_run(preparation: Preparation) -> tuple[Config, RunPlan]:
-    """Choose the settings that cluster.plan leaves to the launcher or a file, as in the run that is resumed, and return
-    the run with them, and its plan. Raises ConfigError."""
+def plan_run(preparation: Preparation, source: str) -> tuple[Config, RunPlan]:
+    """Choose the settings that plan.apply (`source`) leaves to the launcher or a file, as in the run that is resumed,
+    and return the run with them, and its plan. Raises ConfigError."""
     config, arguments = preparation.config, preparation.arguments
+    preparation.cluster.probe(config)
     plan = recorded(config, preparation.run_dir)
-    if not plan and config.cluster.plan not in (None, "auto"):
-        plan = of_file(config.cluster.plan, arguments)
+    if not plan and source != "auto":
+        plan = of_file(source, arguments)
     elif not plan:
         preparation.find("model")
         hf, folder = preparation.read("model"), preparation.folders["model"]
@@ -193,7 +195,7 @@ def of_file(path: str, arguments: Sequence[str] = ()) -> RunPlan:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         remedy = f"Set auto, or name a file that asyncrl-plan --json wrote ({type(error).__name__}: {error})."
-        raise ConfigError("cluster.plan", path, remedy) from None
+        raise ConfigError("plan.apply", path, remedy) from None
 
 
 def applied(config: Config, words: Sequence[str], keep: Collection[str]) -> Config:
@@ -228,7 +230,7 @@ def _kind(gpus: Sequence[Gpu]) -> str:
     if len(found) != 1 or "" in found:
         names = ", ".join(sorted({gpu.name for gpu in gpus})) or "no GPU that nvidia-smi lists"
         remedy = f"The machines have {names}; known are {', '.join(HARDWARE)}: use asyncrl-plan with typed numbers."
-        raise ConfigError("cluster.plan", "auto", remedy)
+        raise ConfigError("plan.apply", "auto", remedy)
     return found.pop()
 
 
@@ -246,10 +248,10 @@ def make(config: Config, arguments: Sequence[str], folder: Path, hf: dict[str, A
             if one.colocated or _fits(one, config, keep, devices)
         ]
     except ConfigError as error:  # its fields are those of asyncrl-plan
-        raise ConfigError("cluster.plan", "auto", f"On {devices}: {error}") from None
+        raise ConfigError("plan.apply", "auto", f"On {devices}: {error}") from None
     if all(one.colocated for one in possible):
         settings = f", and obeys {', '.join(sorted(keep))}" if keep else ""
-        raise ConfigError("cluster.plan", "auto", f"No split of {devices} fits the machines{settings}: set less.")
+        raise ConfigError("plan.apply", "auto", f"No split of {devices} fits the machines{settings}: set less.")
     found = search(possible, given.workload, _choices(config, keep), few=FEW, seeds=SEEDS)
     words = {one.partition("=")[0]: one for one in overrides(found.best)}
     return RunPlan(
@@ -266,7 +268,7 @@ def _check(config: Config, devices: Devices) -> None:
     """Refuse what is not planned."""
     cluster, engine = config.cluster, config.engine
     mixed = on_gpu(config.trainer, devices.gpus) != on_gpu(engine, devices.gpus)
-    remedy = "cluster.plan=auto does not plan this: leave cluster.plan unset."
+    remedy = "plan.apply=auto does not plan this: leave plan.apply unset."
     rules = (
         ("mode", config.mode != "train"),
         ("engine.urls", bool(engine.urls)),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl import extension
 from asyncrl.errors import ConfigError
-from asyncrl.settings import Rule, value_of
+from asyncrl.settings import Count, Rule, Section, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -24,11 +24,31 @@ if TYPE_CHECKING:
     from asyncrl.network.addresses import Addresses
 
 
+class PlanSettings(Section):
+    """Plans of a run, before and while it works (asyncrl/extensions/plan/README.md)."""
+
+    apply: str | None = None
+    """auto: the launcher chooses the number of engines, rollout.lead, rollout.max_running_groups and, on GPUs, the
+    parallel layouts, by the number and kind of GPUs or the measured speed of the CPU (docs/operations.md), and keeps
+    rollout.max_staleness. A file that asyncrl-plan --json wrote: its overrides are used. What the command line sets is
+    kept, and a resumed run keeps the plan that it had."""
+    elastic: Literal["off", "advise", "act"] = "off"
+    """Watch what limits the run, and decide for more or fewer engines, another lead within the bound, or another
+    rollout.max_running_groups if that is a number (docs/operations.md). advise: decisions are only reported, on the
+    terminal and in elastic.jsonl; act: they are carried out. Requires metrics.timeline=true."""
+    min_engines: Count = 1
+    """Smallest number of engines that plan.elastic leaves."""
+    max_engines: Count | None = None
+    """Largest number of engines that plan.elastic adds up to; unset: none are added beyond engine.count."""
+
+
 class PlanHooks(extension.LaunchHooks):
     """What the planner does in the launcher. Its modules are imported where they are needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: PlanSettings) -> None:
         """Create the hooks of a run that has not been checked."""
+        self.plans = settings.apply is not None
+        self._settings = settings
         self._checked = False
         self._expected: Estimate | None = None
         self._plan: RunPlan | None = None
@@ -40,7 +60,7 @@ class PlanHooks(extension.LaunchHooks):
         from asyncrl.launch.checks.findings import ok, refused
 
         self._checked = True
-        yield from (ok("cluster.plan", line) for line in (self._plan.lines() if self._plan else ()))
+        yield from (ok("plan.apply", line) for line in (self._plan.lines() if self._plan else ()))
         models = preflight.models_of(prepared)
         if prepared.is_placed and "model" in models:
             yield from refused(partial(self._estimate, prepared), "task")
@@ -65,19 +85,23 @@ class PlanHooks(extension.LaunchHooks):
         forecast.write(prepared.run_dir, self._expected)
 
     def plan(self, preparation: Preparation) -> Config:
-        """Choose the settings that cluster.plan leaves open."""
+        """Choose the settings that plan.apply leaves open."""
+        if self._settings.apply is None:
+            return preparation.config
         from asyncrl.extensions.plan.auto_plan import plan_run
 
-        config, self._plan = plan_run(preparation)
+        config, self._plan = plan_run(preparation, self._settings.apply)
         return config
 
     def pilot(
         self, config: Config, run_dir: Path, addresses: Addresses, placement: Placement, cluster: Cluster
-    ) -> extension.Pilot:
-        """Return the controller of cluster.elastic."""
+    ) -> extension.Pilot | None:
+        """Return the controller of plan.elastic."""
+        if self._settings.elastic == "off":
+            return None
         from asyncrl.extensions.plan.pilot import ElasticPilot
 
-        return ElasticPilot(config, run_dir, addresses, placement, cluster)
+        return ElasticPilot(config, self._settings, run_dir, addresses, placement, cluster)
 
     def offers(self, config: Config, run_dir: Path) -> Iterator[tuple[str, str]]:
         """Yield what the plan predicted, what came of it, and the errors."""
@@ -94,27 +118,30 @@ class PlanHooks(extension.LaunchHooks):
         self._expected = forecast(chosen.config, prepared.folders["model"], hf, chosen)
 
 
-def _rules(config: Config) -> Iterator[Rule]:
+def _rules(config: Config, settings: PlanSettings) -> Iterator[Rule]:
     """Yield the rules of runs that are planned, and of those whose number of engines changes."""
     cluster = config.cluster
-    for field in ("nodes", "gpus") if cluster.plan and not cluster.is_local else ():
-        why = "cluster.plan divides given machines: set their number and that of their GPUs."
+    for field in ("nodes", "gpus") if settings.apply and not cluster.is_local else ():
+        why = "plan.apply divides given machines: set their number and that of their GPUs."
         yield f"cluster.{field}", getattr(cluster, field) is None, why
-    if cluster.elastic == "off":
+    if settings.elastic == "off":
         return
-    off, count = ", or set cluster.elastic=off.", config.engine.started + len(config.engine.urls)
+    off, count = ", or set plan.elastic=off.", config.engine.started + len(config.engine.urls)
     yield "mode", config.mode != "train", f"Only a run that trains can be elastic{off}"
     yield "cluster.placement", cluster.shares_gpus, f"The engines' GPUs are those of the trainers{off}"
     why = f"Decisions need the lengths of episodes: set true{off}"
     yield "metrics.timeline", not config.metrics.timeline, why
-    yield "cluster.min_engines", cluster.min_engines > count, f"The run starts with {count} engines: lower it{off}"
-    most = cluster.max_engines
-    yield "cluster.max_engines", most is not None and most < count, f"It starts with {count}: raise it{off}"
+    why = f"The run starts with {count} engines: lower it{off}"
+    yield "plan.min_engines", settings.min_engines, settings.min_engines > count, why
+    most = settings.max_engines
+    yield "plan.max_engines", most, most is not None and most < count, f"It starts with {count}: raise it{off}"
 
 
 class Plans(extension.Extension):
     """The planner."""
 
+    Settings = PlanSettings
+    trains = False
     summary_metrics = {  # noqa: RUF012
         "estimate/step": "time of a step as estimated before the run from the measured speed of the CPU",
         "estimate/run": "time of the whole run as estimated before it",
@@ -130,14 +157,14 @@ class Plans(extension.Extension):
     }
 
     def check(self, config: Config) -> Iterator[ConfigError]:
-        """Check cluster.plan and cluster.elastic."""
-        for field, *_, broken, remedy in _rules(config):
+        """Check plan.apply and plan.elastic."""
+        for field, *shown, broken, remedy in _rules(config, self.settings):
             if broken:
-                yield ConfigError(field, value_of(config, field), remedy)
+                yield ConfigError(field, shown[0] if shown else value_of(config, field), remedy)
 
     def launch(self) -> extension.LaunchHooks:
         """Return the hooks in the launcher."""
-        return PlanHooks()
+        return PlanHooks(self.settings)
 
     def rollout(self) -> extension.RolloutHooks:
         """Return the hooks in the rollout process."""
@@ -147,8 +174,9 @@ class Plans(extension.Extension):
 
     def summary(self, config: Config, run_dir: Path, figures: Mapping[str, Any]) -> dict[str, Any]:
         """Return the errors of the estimate and of the plan."""
+        from asyncrl.extensions.plan.auto_plan import PLAN
         from asyncrl.extensions.plan.summary import estimate_figures, plan_figures
-        from asyncrl.network.addresses import MACHINE, PLAN
+        from asyncrl.network.addresses import MACHINE
 
         found = estimate_figures(json.loads((run_dir / MACHINE).read_text()), figures)
         plan = run_dir / PLAN

@@ -1,4 +1,4 @@
-"""Elastic runs (cluster.elastic): the launcher watches what limits the run, and adds or removes engines, or changes
+"""Elastic runs (plan.elastic): the launcher watches what limits the run, and adds or removes engines, or changes
 lead or concurrency.
 
     RUN/elastic.jsonl     every decision, with its reason, its figures, and what was done
@@ -32,12 +32,15 @@ from asyncrl.errors import AsyncRLError, LaunchError
 from asyncrl.launch.cluster import Cluster, Submission
 from asyncrl.launch.leftovers import die_with_parent
 from asyncrl.launch.placement import Placement, Seat
-from asyncrl.network.addresses import ELASTIC, Addresses
+from asyncrl.network.addresses import Addresses
 
 if TYPE_CHECKING:
     from asyncrl.extensions.plan.elastic import ElasticDecision
+    from asyncrl.extensions.plan.extension import PlanSettings
 
 COMMAND = [sys.executable, "-m", "asyncrl.extensions.join.command"]
+ELASTIC = "elastic.jsonl"
+"""File in the run folder with the decisions."""
 ANSWER = 5.0
 """Deadline of a request to the rollout process."""
 SECONDS = 60.0
@@ -50,6 +53,7 @@ class ElasticPilot:
     def __init__(
         self,
         config: Config,
+        limits: PlanSettings,
         run_dir: Path,
         addresses: Addresses,
         placement: Placement,
@@ -60,7 +64,7 @@ class ElasticPilot:
         from asyncrl.extensions.plan.elastic import ElasticController, ElasticLimits  # imports numpy
         from asyncrl.extensions.plan.observed import RunObserver, setting_of
 
-        limits, engine = config.cluster, config.engine
+        engine = config.engine
         self._config, self._run_dir, self._addresses, self._command = config, run_dir, addresses, command or COMMAND
         self._jobs = cluster.engine_jobs(run_dir, addresses.gpus, self._command)
         self._registry, self._added = Registry(run_dir), list[tuple[subprocess.Popen[bytes], list[str]]]()
@@ -82,23 +86,27 @@ class ElasticPilot:
         self._acts = limits.elastic == "act"
         self._controller = ElasticController(first, config.rollout.batch_groups, allowed, acts=self._acts)
         self._observer: RunObserver | None = RunObserver(run_dir, config)
+        self._lines: list[str] = []
 
-    def each_poll(self) -> None:
-        """Observe the steps since the last call, and act on what is decided."""
+    def each_poll(self) -> list[str]:
+        """Observe the steps since the last call, and act on what is decided. Return the decisions for the console."""
+        self._lines.clear()
         try:
             self._record_submissions()
             for seen in self._observer.new() if self._observer else ():
                 if decision := self._controller.observe(seen):
-                    done = self._act(decision) if self._acts else "advice only (cluster.elastic=advise)"
+                    done = self._act(decision) if self._acts else "advice only (plan.elastic=advise)"
                     if done is not None:
                         self._record(decision, done)
         except (AsyncRLError, OSError, ArithmeticError, LookupError, ValueError) as error:
             reason = str(error) if isinstance(error, AsyncRLError | OSError) else repr(error)
-            print(f"asyncrl: cluster.elastic has no effect from now on: {reason}", file=sys.stderr, flush=True)
+            print(f"asyncrl: plan.elastic has no effect from now on: {reason}", file=sys.stderr, flush=True)
             self._observer = None
+        return list(self._lines)
 
     def _record(self, decision: ElasticDecision, done: str) -> None:
         """Write a decision. If it cannot be written, it is printed, and the run goes on."""
+        self._lines.append(f"elastic  step {decision.step}: {decision.reason}; {done}")
         try:
             jsonl.append(self._run_dir / ELASTIC, {**asdict(decision), "reason": decision.reason, "done": done})
         except OSError as error:

@@ -14,6 +14,7 @@ from asyncrl.extensions.slurm.extension import settings_of
 from asyncrl.extensions.slurm.script import Script
 from asyncrl.launch.checks.tasks import check_files
 from asyncrl.launch.placement import imagined, place
+from asyncrl.lookup import active
 
 COMMAND = "asyncrl-train"
 SBATCH_SECONDS = 60.0
@@ -25,7 +26,7 @@ def script(
     """Create the script of a run, or of several that differ only in their arguments. Raises ConfigError if the machines
     of the job could not hold the run."""
     nodes, each = job_size(config)
-    if not config.cluster.plan:  # which is made in the job
+    if not any(one.launch().plans for one in active(config).values()):  # plans are made in the job
         place(config, imagined(config, nodes, each))
     return Script(config.run.name, settings_of(config), config.cluster, nodes, each, folder, command, runs)
 

@@ -40,7 +40,7 @@ def require(prepared: Preparation) -> None:
 
 def _all(prepared: Preparation) -> Iterator[Finding]:
     yield from refused(prepared.files, "task")
-    yield from refused(prepared.plan, "cluster.plan")
+    yield from refused(prepared.plan, "extensions")
     yield from refused(prepared.place, "cluster")
     config = prepared.config
     if prepared.cluster.here:

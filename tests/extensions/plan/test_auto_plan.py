@@ -1,4 +1,4 @@
-"""cluster.plan=auto chooses what a run accepts on its machines, keeps what the command line says, and stays as it is
+"""plan.apply=auto chooses what a run accepts on its machines, keeps what the command line says, and stays as it is
 when the run is resumed."""
 
 from __future__ import annotations
@@ -223,13 +223,13 @@ def test_a_file_of_asyncrl_plan_is_used_kept_and_compared(tmp_path: Path) -> Non
     ],
 )
 def test_foreign_plan_sets_only_what_plans_choose(word: str, tmp_path: Path) -> None:
-    """Neither the file of cluster.plan nor the one beside a checkpoint."""
+    """Neither the file of plan.apply nor the one beside a checkpoint."""
     page = tmp_path / "theirs.json"
     row = {"samples_per_s": 1.0}
     plan = {"input": {"gpus": 1}, "synchronous_is_better": False, "best": row, "colocated": None}
     page.write_text(json.dumps({**plan, "overrides": ["engine.count=1", word]}))
     name = word.partition("=")[0]
-    with pytest.raises(ConfigError, match=rf"cluster\.plan: got .*it sets {re.escape(name)}"):
+    with pytest.raises(ConfigError, match=rf"plan\.apply: got .*it sets {re.escape(name)}"):
         auto_plan.of_file(str(page))
     RunPlan("1 GPU", ["engine.count=1", word], row).write(tmp_path)
     with pytest.raises(ConfigError, match=rf"resume: got .*plan\.json .*it sets {re.escape(name)}"):
@@ -240,7 +240,7 @@ def test_foreign_plan_sets_only_what_plans_choose(word: str, tmp_path: Path) -> 
 def test_a_file_that_holds_no_plan_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(content)
     with pytest.raises(
-        ConfigError, match=r"cluster\.plan: got .*Set auto, or name a file that asyncrl-plan --json wrote"
+        ConfigError, match=r"plan\.apply: got .*Set auto, or name a file that asyncrl-plan --json wrote"
     ):
         auto_plan.of_file(str(tmp_path / "plan.json"))
 
@@ -248,11 +248,11 @@ def test_a_file_that_holds_no_plan_is_refused(content: str, tmp_path: Path) -> N
 def test_run_gets_the_planned_settings_and_keeps_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"samples_per_s": 2.0, "trainer_busy": 0.5, "staleness_mean": 1.0, "binds": "engine"}
     chosen, plan = tiny_config(**{"rollout.batch_groups": 3}), RunPlan("1 GPU", ["rollout.batch_groups=3"], row)
-    monkeypatch.setattr(auto_plan, "plan_run", lambda preparation: (chosen, plan))
+    monkeypatch.setattr(auto_plan, "plan_run", lambda preparation, source: (chosen, plan))
     monkeypatch.setattr(PlanHooks, "_estimate", lambda self, prepared: None)
     page = tmp_path / "plan.json"
     page.touch()
-    config = tiny_config(**{"cluster.plan": str(page)})
+    config = tiny_config(**{"plan.apply": str(page)})
     prepared = Preparation(config, tmp_path, Unprobed(config))
     prepared.plan()
     assert prepared.config is chosen

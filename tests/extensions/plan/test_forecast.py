@@ -12,7 +12,7 @@ from asyncrl.config import Config, load
 from asyncrl.extensions.cpu.probe import Rates
 from asyncrl.extensions.plan import forecast
 from asyncrl.extensions.plan.estimate import Estimate
-from asyncrl.extensions.plan.extension import PlanHooks, Plans
+from asyncrl.extensions.plan.extension import PlanHooks, Plans, PlanSettings
 from asyncrl.extensions.plan.summary import estimate_figures
 from asyncrl.launch.checks.model_files import read_model
 from asyncrl.launch.cluster import cluster_of
@@ -58,7 +58,7 @@ def prepared(config: Config, run_dir: Path) -> Preparation:
 
 def test_summary_compares_the_estimate_with_the_truth(tmp_path: Path) -> None:
     config = tiny_config()
-    hooks, run = PlanHooks(), prepared(config, tmp_path)
+    hooks, run = PlanHooks(PlanSettings()), prepared(config, tmp_path)
     hooks._expected = Estimate(1.0, 2.0, 2.0, 300.0, steps=100)
     run.hooks = [hooks]
     run.begins()

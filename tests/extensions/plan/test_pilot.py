@@ -16,11 +16,10 @@ from asyncrl.engine.registry import Registry
 from asyncrl.errors import ConfigError, RecordError
 from asyncrl.extensions.plan import pilot as elastic
 from asyncrl.extensions.plan.elastic import ElasticDecision
-from asyncrl.extensions.plan.pilot import ElasticPilot, free_gpus
+from asyncrl.extensions.plan.pilot import ELASTIC, ElasticPilot, free_gpus
 from asyncrl.jsonl import Tail
 from asyncrl.launch.placement import imagined, place
 from asyncrl.leases import LEASE_SECONDS
-from asyncrl.network.addresses import ELASTIC
 from asyncrl.network.ports import free_port
 from tests.fakes import ALONE, JOB, addresses, tiny_config
 
@@ -40,7 +39,7 @@ class Decided:
         jobs: EngineJobs | None = None,
         **changes: Any,
     ) -> None:
-        config = tiny_config(**{"cluster.elastic": "act", "cluster.max_engines": 4, **changes})
+        config = tiny_config(**{"plan.elastic": "act", "plan.max_engines": 4, **changes})
         (folder / "logs").mkdir()
         self.registry, self.folder = Registry(folder), folder
         self.registry.clear()
@@ -48,7 +47,9 @@ class Decided:
         here = addresses(config.engine.count, gpus, rollout=f"http://127.0.0.1:{free_port('127.0.0.1')}")
         cluster: Any = SimpleNamespace(engine_jobs=lambda *_: jobs)
         command = command or [sys.executable, "-c", "0"]
-        self.pilot = ElasticPilot(config, folder, here, self.placement, cluster, command)
+        self.pilot = ElasticPilot(
+            config, (config.model_extra or {})["plan"], folder, here, self.placement, cluster, command
+        )
 
     def decide(self, action: str, before: float, after: float) -> str:
         """Return what was done."""
@@ -81,8 +82,8 @@ class Decided:
 
 
 def test_advice_is_written_and_nothing_is_done(tmp_path: Path) -> None:
-    made = Decided(tmp_path, **{"cluster.elastic": "advise"})
-    assert made.decide("remove_engine", 1, 0) == "advice only (cluster.elastic=advise)"
+    made = Decided(tmp_path, **{"plan.elastic": "advise"})
+    assert made.decide("remove_engine", 1, 0) == "advice only (plan.elastic=advise)"
     assert made.registry.leaving() == set()
 
 
@@ -190,7 +191,7 @@ def test_errors_of_the_system_are_reported_and_the_run_goes_on(
     made.pilot._observer = SimpleNamespace(new=lambda: [None])  # type: ignore[assignment]
     made.pilot._controller = SimpleNamespace(observe=fails)  # type: ignore[assignment]
     made.pilot.each_poll()
-    assert "cluster.elastic has no effect from now on: ZeroDivisionError()" in capsys.readouterr().err
+    assert "plan.elastic has no effect from now on: ZeroDivisionError()" in capsys.readouterr().err
 
 
 def test_failed_action_is_told_and_bad_timelines_end_it_alone(
@@ -205,21 +206,21 @@ def test_failed_action_is_told_and_bad_timelines_end_it_alone(
     made.pilot._observer = SimpleNamespace(new=damaged)  # type: ignore[assignment]
     made.pilot.each_poll()
     made.pilot.each_poll()
-    assert capsys.readouterr().err.count("cluster.elastic has no effect from now on: the timeline is damaged") == 1
+    assert capsys.readouterr().err.count("plan.elastic has no effect from now on: the timeline is damaged") == 1
 
 
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
         ({"metrics.timeline": False}, "metrics.timeline"),
-        ({"cluster.min_engines": 3}, "cluster.min_engines"),
-        ({"engine.count": 3, "cluster.max_engines": 2}, "cluster.max_engines"),
+        ({"plan.min_engines": 3}, "plan.min_engines"),
+        ({"engine.count": 3, "plan.max_engines": 2}, "plan.max_engines"),
         ({"cluster.placement": "shared"}, "cluster.placement"),
         (ALONE, "mode"),
     ],
 )
 def test_what_cannot_be_elastic_is_refused(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        tiny_config(**{"cluster.elastic": "advise", **changes})
+        tiny_config(**{"plan.elastic": "advise", **changes})
     assert refused.value.field == field
-    tiny_config(**{"cluster.elastic": "off", **changes})
+    tiny_config(**{"plan.elastic": "off", **changes})

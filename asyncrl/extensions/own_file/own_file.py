@@ -79,6 +79,11 @@ def _written(value: Any) -> str:
     return json.dumps(value)
 
 
+def print_schema(words: Sequence[str]) -> None:
+    """Print the JSON schema of such files, for editors."""
+    print(schema())
+
+
 def schema() -> str:
     """Return the JSON schema of such files, with the meaning of each field."""
     from pydantic import TypeAdapter

@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 
 from asyncrl import CONF
 from asyncrl.errors import CompositionError
+from asyncrl.extensions.own_file.own_file import arguments, schema, with_own_file
 from asyncrl.launch import main as module
 from asyncrl.launch.compose import algorithm_overrides
-from asyncrl.launch.own_file import arguments, schema, with_own_file
 from tests.fakes import compose_values
 from tests.forks import forked
 
