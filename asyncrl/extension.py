@@ -368,11 +368,15 @@ class RolloutHooks:
 
 class PlayerHooks:
     """What an extension does in each process that plays episodes: the rollout process, or those of an extension. The
-    first two methods are called once, when the process builds its client of the engines (rollout/parts.py)."""
+    first three methods are called once, when the process builds its client of the engines (rollout/parts.py)."""
 
     def headers(self, config: Config, addresses: Addresses) -> Headers | None:
         """Return what makes headers of every request to an engine; None if no request needs any."""
         return None
+
+    def fields(self, config: Config) -> Mapping[str, Any]:
+        """Return further fields of every request to an engine of the policy (SGLang's GenerateReqInput)."""
+        return {}
 
     def sampling(self, config: Config) -> Mapping[str, Any]:
         """Return further sampling parameters of every request of a mode of this extension, which trains nothing."""

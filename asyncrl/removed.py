@@ -54,6 +54,7 @@ _SLURM = ("submit", "time", "requeues", "sbatch", "setup", "srun", "container")
 MOVED_SETTINGS = {
     "trainer.activation_offload": "offload.activations",
     "engine.quantization": "quantized.format",
+    "engine.request_fields": "requests.fields",
     "algo.distillation": "distill",
     "algo.critic": "critic",
     "tracing": "observe",

@@ -24,7 +24,6 @@ from asyncrl.config import load, read, under_new_names
 from asyncrl.errors import CompositionError, ConfigError
 from asyncrl.launch.checks.machines import check_devices
 from asyncrl.launch.checks.model import check_model
-from asyncrl.launch.checks.tasks import check_request_fields
 from asyncrl.launch.compose import compose
 from asyncrl.launch.help import docstrings
 from asyncrl.launch.main import CONF
@@ -56,21 +55,6 @@ def refusal(**changes: Any) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         tiny_config(**changes)
     return caught.value
-
-
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [("sampling_params", "rollout.stop"), ("rid", "asyncrl sets it"), ("stream", "asyncrl sets it")],
-)
-def test_request_fields_that_would_be_replaced_are_refused(name: str, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=rf"engine.request_fields.{name}: got .*{remedy}"):
-        tiny_config(**{"engine.request_fields": {name: {"stop": "x"}}})
-
-
-def test_request_fields_unknown_to_sglang_are_refused() -> None:
-    check_request_fields(tiny_config(**{"engine.request_fields": {"return_routed_experts": True, "priority": 1}}))
-    with pytest.raises(ConfigError, match=r"engine.request_fields.priorit: got 1. .*did you mean priority"):
-        check_request_fields(tiny_config(**{"engine.request_fields": {"priorit": 1}}))
 
 
 def test_stop_strings_and_template_variables_have_settings() -> None:

@@ -54,7 +54,7 @@ SETTINGS = set(field_names()) | {
     f"{field}.{setting}" for field in ALGORITHMS for own in algorithms(field).values() for setting in ("name", *own)
 }
 FREE = {name for name in SETTINGS if name.rsplit(".")[-1].endswith("params")} | {
-    *("engine.server_args", "engine.request_fields", "teacher.server_args", "judge.server_args", "slurm.sbatch"),
+    *("engine.server_args", "requests.fields", "teacher.server_args", "judge.server_args", "slurm.sbatch"),
     *("eval.sets", "tasks", "task", "sinks.wandb", "sinks.mlflow"),
 }
 """Settings whose keys are the user's own, or those of another program."""

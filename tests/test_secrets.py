@@ -27,7 +27,6 @@ PLACES = {
     "task.params.key": "task.params",
     "task.agent_params.key": "task.agent_params",
     "agent_params.key": "agent_params",
-    "engine.request_fields.key": "engine.request_fields",
 }
 
 

@@ -6,32 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from asyncrl.config.secret_values import Parameters
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import EngineParallel
 from asyncrl.settings import Count, Dtype, Million, Natural, Part, Positive, Section, Text
-
-OWN_FIELDS = {
-    "sampling_params": "asyncrl sets them: see rollout.temperature, rollout.max_new_tokens and rollout.stop. Other "
-    "sampling parameters would change the policy, and the trainer would not know of it: remove it.",
-    **dict.fromkeys(
-        (
-            "rid",
-            "text",
-            "input_ids",
-            "input_embeds",
-            "image_data",
-            "stream",
-            "return_logprob",
-            "extra_key",
-            "lora_path",
-            "routed_experts_start_len",
-            "routed_dp_rank",
-        ),
-        "asyncrl sets it for each request: remove it.",
-    ),
-}
-"""Fields of requests that engine.request_fields cannot set, and why."""
 
 
 def _with_underscores(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -88,9 +65,6 @@ class EngineConfig(Section):
     dies."""
     server_args: ServerArgs
     """Additional SGLang arguments, as name: value (true for a bare flag)."""
-    request_fields: Parameters
-    """Additional fields of every request to /generate, which the router forwards unchanged. Those that have a setting,
-    that asyncrl sets for each request or that SGLang does not know are refused."""
     metrics: bool
     """Start the engines with SGLang's counters (--enable-metrics), from which the run takes tokens per second, cache
     hits and preemptions of each. Engines of engine.urls that have them are asked, too."""
@@ -118,9 +92,6 @@ class EngineConfig(Section):
                 raise ConfigError("engine.urls", url, "Must be the address of an engine, as http://HOST:PORT.")
         if len(set(self.urls)) < len(self.urls):
             raise ConfigError("engine.urls", self.urls, "It lists an engine twice: remove one of the two.")
-        for name, value in self.request_fields.items():
-            if remedy := OWN_FIELDS.get(name):
-                raise ConfigError(f"engine.request_fields.{name}", value, remedy)
         self._check_shape()
         return self
 

@@ -89,7 +89,7 @@ def secrets(value: Any, field: str = "") -> Iterator[tuple[str, Secret]]:
 
 Parameters = Annotated[dict[str, Any], BeforeValidator(opened), PlainSerializer(closed)]
 """Free-form parameters of whatever is named by an import path or a kind; the schema does not know their names."""
-FREE = ("params", "agent_params", "reward_params", "tools", "tool_options", "request_fields", "chat_template_kwargs")
+FREE = ("params", "agent_params", "reward_params", "tools", "tool_options", "chat_template_kwargs")
 """Names of the core's fields of this type."""
 
 

@@ -56,7 +56,7 @@ class ClientSettings:
     cache_key: CacheKey = "version"
     pause_mode: str = "in_place"
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of each request (engine.request_fields)."""
+    """Further fields of each request."""
     further: Mapping[str, Any] = field(default_factory=dict)
     """Further sampling parameters of each request, in a run that trains nothing."""
     routing: RoutingShape | None = None

@@ -267,7 +267,7 @@ def _client(
         spread=config.rollout.spread_siblings if several else False,
         cache_key=config.rollout.cache_key,
         pause_mode=config.weights.pause_mode,
-        fields=config.engine.request_fields,
+        fields={name: value for one in hooks for name, value in one.fields(config).items()},
         further={name: value for one in hooks for name, value in one.sampling(config).items()},
         routing=routing_shape(model.hf) if config.algo.routing_replay == "R3" else None,
         replicas=replicas,

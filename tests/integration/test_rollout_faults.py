@@ -85,7 +85,7 @@ def over_stubs(seed: int) -> Trial:
         "run.max_steps": STEPS,
         "engine.count": engines,
         "engine.request_timeout": 20,
-        **choose.choice([{}, {}, {"+engine.request_fields.return_routed_experts": "true"}]),
+        **choose.choice([{}, {}, {"+requests.fields.return_routed_experts": "true"}]),
         "rollout.batch_groups": choose.randint(2, 4),
         "rollout.group_size": size,
         "rollout.max_staleness": bound,

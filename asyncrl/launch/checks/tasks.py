@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 
 from asyncrl import tasks
@@ -29,7 +26,6 @@ def check_files(config: Config) -> list[object]:
     announce to extensions."""
     from asyncrl.rollout.agent import agents  # imports a web server
 
-    check_request_fields(config)
     with announced() as parts:
         built = tasks.build_all(config)
         rewards(config, built)
@@ -39,23 +35,6 @@ def check_files(config: Config) -> list[object]:
     if template is not None and not Path(template).expanduser().is_file():
         raise ConfigError("model.chat_template", template, "There is no such file: set the path of a jinja file.")
     return parts
-
-
-def check_request_fields(config: Config) -> None:
-    """Refuse fields of requests that SGLang does not know, and would ignore. They are read from its source, since its
-    import takes seconds."""
-    spec = find_spec("sglang") if config.engine.request_fields else None
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        tree = ast.parse(Path(folder, "srt/managers/io_struct.py").read_text())
-        (known,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == "GenerateReqInput")
-        names = [ast.unparse(one.target) for one in known.body if isinstance(one, ast.AnnAssign)]
-        for name, value in config.engine.request_fields.items():
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                remedy = "Requests to SGLang's /generate have no such field" + (
-                    f": did you mean {near[0]}?" if near else "."
-                )
-                raise ConfigError(f"engine.request_fields.{name}", value, remedy)
 
 
 def check_questions(config: Config, model: Path) -> list[Finding]:

@@ -1,0 +1,1 @@
+"""Further fields of every request to an engine."""
