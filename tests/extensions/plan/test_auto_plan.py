@@ -259,3 +259,15 @@ def test_run_gets_the_planned_settings_and_keeps_the_plan(tmp_path: Path, monkey
     assert [line for line in prepared.notes() if line in plan.lines()] == plan.lines()
     prepared.begins()
     assert json.loads(page.read_text())["overrides"] == ["rollout.batch_groups=3"]
+
+
+def test_job_is_planned_and_placed_when_it_starts(tmp_path: Path) -> None:
+    for source, placed in (("auto", False), (None, True)):
+        config = tiny_config(**{"plan.apply": source})
+        cluster = Unprobed(config)
+        cluster.here, cluster.nodes = False, imagined(config, 1, 0)
+        prepared = Preparation(config, tmp_path, cluster)
+        prepared.plan()
+        assert prepared.config is config
+        prepared.place()
+        assert prepared.is_placed is placed
