@@ -189,6 +189,11 @@ class LaunchHooks:
         that are complete."""
         return iter(())
 
+    def examine(self, prepared: Preparation) -> Iterator[Finding]:
+        """Check what takes too long before each start. Called with --check alone, after the preflight
+        (launch/run.py)."""
+        return iter(())
+
     def notes(self, prepared: Preparation) -> list[str]:
         """Return lines for the console. Called at each start, after all checks. May refuse the run, too."""
         return []

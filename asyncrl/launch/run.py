@@ -21,7 +21,6 @@ from asyncrl.jsonl import replace_text
 from asyncrl.launch import resume, run_folder
 from asyncrl.launch.checks.findings import failed, rendered
 from asyncrl.launch.checks.run import preflight, require
-from asyncrl.launch.checks.tasks import check_questions
 from asyncrl.launch.cluster import cluster_of
 from asyncrl.launch.machine import allow_files
 from asyncrl.launch.plan import ProcessSpec, plan
@@ -41,9 +40,7 @@ def check(composed: list[tuple[Config, list[str]]]) -> int:
     for folder, (config, arguments) in zip(_folders(composed), composed, strict=True):
         prepared = Preparation(config, folder, cluster_of(config), arguments)
         findings = preflight(prepared)
-        wrong_here = [one.field for one in findings if one.level == "error"]
-        if config.generates and not any(field.startswith(("task", "model", "eval")) for field in wrong_here):
-            findings += check_questions(config, prepared.folders["model"])
+        findings += [one for hooks in prepared.hooks for one in hooks.examine(prepared)]
         findings = list(dict.fromkeys(findings))
         print(rendered(findings), flush=True)
         wrong |= failed(findings)

@@ -48,6 +48,13 @@ class ReachLaunch(extension.LaunchHooks):
         if cluster.here and len(cluster.nodes) > 1:
             yield from _checked(prepared)
 
+    def examine(self, prepared: Preparation) -> Iterator[Finding]:
+        """Read the questions, if there is a model whose tokenizer counts their tokens."""
+        from asyncrl.extensions.reach.question_check import check_questions
+
+        if prepared.config.generates and "model" in prepared.weights:
+            yield from check_questions(prepared.config, prepared.folders["model"])
+
 
 def _checked(prepared: Preparation) -> Iterator[Finding]:
     from asyncrl.config import on_gpu

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,12 @@ from asyncrl.launch.checks.run import preflight
 from asyncrl.launch.checks.versions import pinned
 from asyncrl.launch.cluster import cluster_of
 from asyncrl.launch.machine import Gpu, MachineFacts
+from asyncrl.launch.main import main
 from asyncrl.launch.placement import Node, Placement, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.prepare import Preparation
 from tests.fakes import JOB, Machines, tiny_config
+from tests.forks import forked
 
 AMPERE, HOPPER, BLACKWELL = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GB200"
 GB = 10**9
@@ -31,6 +35,12 @@ CONFIG = {
     "num_attention_heads": 2,
     "vocab_size": 16,
 }
+
+
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run asyncrl-train experiment=tiny in this folder, outside of any job."""
+    plain = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    return forked(main, "experiment=tiny", f"run.dir={cwd}/run", *arguments, cwd=cwd, env=plain)
 
 
 def job(**changes: Any) -> Config:

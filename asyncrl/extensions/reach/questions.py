@@ -1,4 +1,4 @@
-"""Check the questions of a run: python -m asyncrl.rollout.questions MODEL_FOLDER OUT < config.json
+"""Check the questions of a run: python -m asyncrl.extensions.reach.questions MODEL_FOLDER OUT < config.json
 
 `asyncrl-train --check` starts this as a process of its own, because it imports a tokenizer. It reads, renders and
 counts the questions exactly as the rollout process does when it starts, and writes JSON lines to OUT: level, field,
