@@ -34,9 +34,13 @@ class ReachLaunch(extension.LaunchHooks):
         """Check the machines, and the network between those of a job."""
         from asyncrl.extensions.reach.machines import check_gpus, check_idle, check_ports
         from asyncrl.extensions.reach.software import check_software
+        from asyncrl.extensions.reach.versions import check_versions
+        from asyncrl.launch.checks.versions import installed, pinned
+        from asyncrl.launch.machine import this_machine
         from asyncrl.launch.placement import ports_wanted
 
         config, cluster = prepared.chosen.config, prepared.cluster
+        yield from check_versions(cluster.machines or [this_machine("", installed())], pinned())
         if not prepared.is_placed:
             return
         if cluster.here:

@@ -1,4 +1,4 @@
-"""The preflight of a run: all checks, ordered so that each failure explains later ones: settings, versions, model,
+"""The preflight of a run: all checks, ordered so that each failure explains later ones: settings, model,
 machines, and what extensions check.
 
 A job that has not been submitted has no machines yet: placeholders stand in for them, and checks that need the machines
@@ -16,9 +16,8 @@ from asyncrl.launch import precision
 from asyncrl.launch.checks.findings import Finding, error, failed, ok, refused, rendered, warning
 from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.checks.model_files import check_model_files, read_model
-from asyncrl.launch.checks.versions import check_versions, installed, pinned
 from asyncrl.launch.leftovers import SHARED
-from asyncrl.launch.machine import allow_files, this_machine
+from asyncrl.launch.machine import allow_files
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.run_folder import SHARED_REMEDY, full
 from asyncrl.weights.choice import choose_lora
@@ -46,7 +45,6 @@ def _all(prepared: Preparation) -> Iterator[Finding]:
     if prepared.cluster.here:
         yield from refused(allow_files, "ulimit -n")
         yield from (error(str(SHARED), problem, f"Or {SHARED_REMEDY}.") for problem in full([SHARED]))
-    yield from check_versions(prepared.cluster.machines or [this_machine("", installed())], pinned())
     for role in prepared.roles:
         yield from _model(prepared, role)
     yield from refused(prepared.choose_checkpoint, "resume")

@@ -8,8 +8,10 @@ import pytest
 
 from asyncrl.extensions.reach.network import check_allreduce, check_reach, check_shared
 from asyncrl.extensions.reach.programs import AllReduce, Reach
-from asyncrl.launch.checks.findings import Finding, rendered
-from tests.launch.checks.worlds import job
+from asyncrl.extensions.reach.versions import check_versions
+from asyncrl.launch.checks.findings import Finding, failed, rendered
+from asyncrl.launch.checks.versions import pinned
+from tests.launch.checks.worlds import job, machine
 
 REACH = Reach("node0", "10.0.0.0", 20000, ["node1", "node2"], 30.0, {}, {})
 SUM = AllReduce("gloo", ["node0", "node1"], "10.0.0.0", 20001, {"node0": "eth0", "node1": "ib0"}, 60.0)
@@ -35,7 +37,27 @@ def summed(**answers: str | None) -> list[Finding]:
     return check_allreduce(SUM, told)
 
 
+def versions(**changes: str) -> list[Finding]:
+    return check_versions([machine(**changes)], pinned())
+
+
 FAULTS: dict[str, tuple[Callable[[], list[Finding]], str, str, str]] = {
+    "a wrong version of what we reach into": (
+        lambda: versions(sglang="0.4.0"),
+        *("versions", "sglang 0.4.0 is installed, but asyncrl requires", "asyncrl-install"),
+    ),
+    "a package that is missing": (
+        lambda: check_versions([machine()], {**pinned(), "xgrammar": "1.0"}),
+        *("versions", "xgrammar is not installed", "asyncrl-install"),
+    ),
+    "versions that differ between machines": (
+        lambda: check_versions([machine(), machine("node7", torch="2.12.0")], pinned()),
+        *("versions", "node0 and node7 differ: torch", "the same environment"),
+    ),
+    "a package that one machine alone has": (
+        lambda: check_versions([machine(), machine("node7", flashinfer="0.2")], pinned()),
+        *("versions", "flashinfer missing and 0.2", "the same environment"),
+    ),
     "a machine that does not reach the first": (
         lambda: reached(node2="cannot reach 10.0.0.0:20000: timed out"),
         *("cluster.interface", "no connection from node2 to node0 (10.0.0.0:20000): cannot reach", "cluster.interface"),
@@ -98,6 +120,9 @@ WELL: dict[str, Callable[[], list[Finding]]] = {
     "reach": lambda: reached(),
     "sum": lambda: summed(),
     "shared folders": lambda: check_shared(job(), {}, "/tmp", {}),
+    "versions": lambda: versions(),
+    "a build of the right version": lambda: versions(torch=f"{pinned()['torch']}+cpu"),
+    "the same on two machines": lambda: check_versions([machine(), machine("node1")], pinned()),
 }
 
 
@@ -114,3 +139,10 @@ def test_slowest_machine_of_a_sum_is_told() -> None:
 def test_a_fault_of_one_machine_is_told_once() -> None:
     """If others cannot reach the first machine, its own report is not a second fault."""
     assert len(reached(node0="no connection came from ['node2']", node2="timed out")) == 1
+
+
+def test_another_version_of_a_stable_package_is_a_warning() -> None:
+    findings = versions(transformers="5.0.0")
+    assert not failed(findings)
+    (found,) = [one for one in findings if one.level == "warning"]
+    assert (found.field, bool(found.remedy)) == ("versions", True)

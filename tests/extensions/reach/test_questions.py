@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.config import load
 from asyncrl.extensions.reach.questions import look
+from asyncrl.launch.checks import versions
 from asyncrl.models import catalog
 from tests.fakes import compose_values
 from tests.launch.checks.worlds import command
@@ -82,7 +83,16 @@ def test_wrong_questions_are_an_error_of_a_field(
     assert (told[0], told[1], remedy in told[3]) == ("error", field, True), told
 
 
-def test_the_command_counts_the_questions(tmp_path: Path) -> None:
+VERSIONS = (
+    "ok"
+    if all(versions.installed()[name].partition("+")[0] == pin for name, pin in versions.pinned().items())
+    else "warning"
+)
+"""What a check says of the packages that the tests run with: others than the lock's are a warning."""
+
+
+def test_the_command_tells_versions_and_counts_questions(tmp_path: Path) -> None:
     done = command("--check", cwd=tmp_path)
+    assert f"{VERSIONS:8} versions" in done.stdout
     assert "ok       task" in done.stdout
     assert "100 held out for evaluation; the first one for training has 5 tokens" in " ".join(done.stdout.split())

@@ -11,15 +11,10 @@ import pytest
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.checks.findings import Finding, error, failed, ok, refused, rendered, warning
 from asyncrl.launch.checks.model_files import check_model_files, read_model
-from asyncrl.launch.checks.versions import check_versions, pinned
 from asyncrl.launch.placement import place
-from tests.launch.checks.worlds import job, machine, nodes, write_model
+from tests.launch.checks.worlds import job, nodes, write_model
 
 MODEL = "model.path"
-
-
-def versions(**changes: str) -> list[Finding]:
-    return check_versions([machine(**changes)], pinned())
 
 
 def files(folder: Path, break_it: Callable[[Path], None] = lambda folder: None, shards: int = 2) -> list[Finding]:
@@ -59,18 +54,6 @@ def too_many_ranks() -> list[Finding]:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
-    "a wrong version of what we reach into": (
-        lambda _: versions(sglang="0.4.0"),
-        *("versions", "sglang 0.4.0 is installed, but asyncrl requires", "asyncrl-install"),
-    ),
-    "a package that is missing": (
-        lambda _: check_versions([machine()], {**pinned(), "xgrammar": "1.0"}),
-        *("versions", "xgrammar is not installed", "asyncrl-install"),
-    ),
-    "versions that differ between machines": (
-        lambda _: check_versions([machine(), machine("node7", torch="2.12.0")], pinned()),
-        *("versions", "node0 and node7 differ: torch", "the same environment"),
-    ),
     "a shard that is missing": (
         lambda tmp: files(tmp, lambda model: (model / "model-2-of-2.safetensors").unlink()),
         *(MODEL, "model-2-of-2.safetensors is missing", "again"),
@@ -104,10 +87,6 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     "half a tokenizer": (
         lambda tmp: files(tmp, lambda model: (model / "tokenizer.json").rename(model / "vocab.json")),
         *(MODEL, "has no tokenizer (tokenizer.json", "again"),
-    ),
-    "a package that one machine alone has": (
-        lambda _: check_versions([machine(), machine("node7", flashinfer="0.2")], pinned()),
-        *("versions", "flashinfer missing and 0.2", "the same environment"),
     ),
     "a shard that is none": (
         lambda tmp: files(tmp, lambda model: (model / "model-1-of-2.safetensors").write_text("<html>")),
@@ -162,9 +141,6 @@ def test_faults_are_told_apart() -> None:
 
 
 WELL: dict[str, Callable[[Path], list[Finding]]] = {
-    "versions": lambda _: versions(),
-    "a build of the right version": lambda _: versions(torch=f"{pinned()['torch']}+cpu"),
-    "the same on two machines": lambda _: check_versions([machine(), machine("node1")], pinned()),
     "a model of one file": lambda tmp: files(tmp, shards=1),
     "a model of two files": files,
 }
@@ -173,20 +149,6 @@ WELL: dict[str, Callable[[Path], list[Finding]]] = {
 @pytest.mark.parametrize("case", WELL)
 def test_what_is_right_is_no_fault(case: str, tmp_path: Path) -> None:
     assert {one.level for one in WELL[case](tmp_path)} <= {"ok"}
-
-
-WARNED: dict[str, tuple[Callable[[Path], list[Finding]], str]] = {
-    "another version of what others keep stable": (lambda _: versions(transformers="5.0.0"), "versions"),
-}
-
-
-@pytest.mark.parametrize("case", WARNED)
-def test_what_may_go_wrong_is_a_warning_with_a_remedy(case: str, tmp_path: Path) -> None:
-    check, field = WARNED[case]
-    findings = check(tmp_path)
-    assert not failed(findings)
-    (found,) = [one for one in findings if one.level == "warning"]
-    assert (found.field, bool(found.remedy)) == (field, True)
 
 
 def test_findings_are_counted_and_paths_stay_whole() -> None:
