@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
     from asyncrl.observability.timeline import Record
-    from asyncrl.rollout.limiter import ConcurrencyLimiter
+    from asyncrl.rollout.groups import ConcurrencyLimiter
     from asyncrl.rollout.parts import PlaysEpisodes
     from asyncrl.rollout.reporters import RolloutRun
     from asyncrl.rollout.server import RolloutServer

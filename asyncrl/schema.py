@@ -33,7 +33,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Protocol
 
 import msgspec
@@ -353,34 +352,6 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
         return [version - trajectory.oldest_version for trajectory in self.trajectories]
 
 
-class EncodedGroup:
-    """Stands in for a Group that another process has encoded: it goes into a batch or a snapshot as it came. What is
-    not among its own attributes is that of the group, which is decoded at the first such access."""
-
-    def __init__(
-        self, uid: str, slot: int, task: str, lengths: list[int], rewards: list[float], data: bytes, compressed: Any
-    ) -> None:
-        """`data` is the encoded group, `compressed` what a recording keeps of it (records/events.py), if any."""
-        self.uid = uid
-        self.slot = slot
-        self.task = task
-        self.lengths = lengths
-        self.rewards = rewards
-        self.num_tokens = sum(lengths)
-        self.data = data
-        self.compressed = compressed
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.group, name)
-
-    @cached_property
-    def group(self) -> Group:
-        """The group itself."""
-        return msgspec.msgpack.decode(self.data, type=Group)
-
-
 class Batch(msgspec.Struct, frozen=True, array_like=True):
     """The groups with which the trainer updates version `version` to `version + 1`, or a part of them."""
 
@@ -401,9 +372,10 @@ def encode(record: object) -> bytes:
 
 
 def _data(value: object) -> msgspec.Raw:
-    """Return what stands for an EncodedGroup in a message."""
-    if isinstance(value, EncodedGroup):
-        return msgspec.Raw(value.data)
+    """Return the bytes of a group that another process has encoded, as the stand-in for it holds them in `data`."""
+    data = getattr(value, "data", None)
+    if isinstance(data, bytes):
+        return msgspec.Raw(data)
     raise TypeError(f"{type(value).__name__} cannot be encoded")
 
 

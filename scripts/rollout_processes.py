@@ -43,13 +43,13 @@ from asyncrl.observability.timeline import ROLLOUT, TimelineWriter
 from asyncrl.records.writer import RECORDS, Writer
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.episode import EpisodeTimeouts
-from asyncrl.rollout.groups import GroupLifecycle
-from asyncrl.rollout.limiter import ConcurrencyLimiter
+from asyncrl.rollout.groups import ConcurrencyLimiter
 from asyncrl.rollout.parts import PlayingParts, load_tokenizer
 from asyncrl.rollout.player import GroupPlayer
 from asyncrl.rollout.prompts import Prompts, question_of, render
 from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.reporters import FailureReporter, RolloutRun
+from asyncrl.rollout.snapshot import ResumableGroups
 from asyncrl.rollout.timelines import Timelines
 from asyncrl.rollout.worker import Worker
 from asyncrl.schema import encode
@@ -139,7 +139,7 @@ async def measure(
         timelines = Timelines([one.record for one in hooks], timeline)
         writer: Writer | None = Writer(folder / RECORDS) if record else None
         recorder = Recorder(writer)
-        groups = GroupLifecycle(CohortBuffer(batch, 2), playing.client, timelines=timelines, recorder=recorder)
+        groups = ResumableGroups(CohortBuffer(batch, 2), playing.client, timelines=timelines, recorder=recorder)
         prompts = Prompts(config, built, template, MODEL_LENGTH, ahead=getattr(playing, "ahead", None))
         worker = Worker(
             groups,
@@ -184,7 +184,7 @@ async def measure(
         return found
 
 
-async def _steps(groups: GroupLifecycle, inflight: Any, tokens: int, steps: int) -> dict[str, float]:
+async def _steps(groups: ResumableGroups, inflight: Any, tokens: int, steps: int) -> dict[str, float]:
     """Take, encode and publish batches. Return the CPU time of this process for each sample, and samples a second, from
     the second batch on."""
     began = cpu = received = size = 0.0
@@ -204,7 +204,7 @@ async def _steps(groups: GroupLifecycle, inflight: Any, tokens: int, steps: int)
     }
 
 
-async def _all_in_flight(groups: GroupLifecycle, count: int) -> dict[str, float]:
+async def _all_in_flight(groups: ResumableGroups, count: int) -> dict[str, float]:
     """Wait until so many samples are in flight, and return the share of a core that this process takes for them, and
     its memory."""
     phases = Counter[str]()

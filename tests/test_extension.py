@@ -29,7 +29,8 @@ from asyncrl.models.catalog import resolve
 from asyncrl.network.addresses import Addresses
 from asyncrl.observability.timeline import GroupTimeline, PublishTimeline
 from asyncrl.rollout import build as rollout_build
-from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
+from asyncrl.rollout.groups import ConcurrencyLimiter
+from asyncrl.rollout.limiter import FixedConcurrency
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import question_of
 from asyncrl.rollout.reporters import RolloutRun

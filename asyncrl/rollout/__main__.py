@@ -17,7 +17,7 @@ from asyncrl.network.addresses import Addresses
 from asyncrl.network.tls import signed
 from asyncrl.progress import Progress, failing
 from asyncrl.rollout.build import RolloutParts
-from asyncrl.rollout.server import contain, serve
+from asyncrl.rollout.serving import contain, serve
 
 
 async def main(run_dir: Path, work: Callable[[RolloutParts], Coroutine[Any, Any, None]]) -> None:

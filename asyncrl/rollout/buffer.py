@@ -37,14 +37,14 @@ Pure: no I/O, no event loop, an injected clock. `rollout.groups` wraps it for th
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
 from asyncrl.rollout.hooks import Select, lowest_first
-from asyncrl.rollout.ledger import EventCounts, Ledger, StateCounts, TokenCounts
+from asyncrl.rollout.ledger import Books, Ledger, StateCounts
 from asyncrl.schema import Group
 
 SURPLUS, OVER_AGE = "surplus", "over_age"  # the seats went to other groups; the batch was taken without it
@@ -130,15 +130,6 @@ class Demand:
     ready: int  # number of them that are ready
 
 
-def units(groups: Collection[RunningGroup | ReadyGroup]) -> Counter[str]:
-    """Count the prompts, groups and trajectories of these groups; a group that has begun plays one prompt."""
-    return Counter(
-        prompts=len({group.prompt for group in groups if group.prompt}),
-        groups=len(groups),
-        trajectories=sum(group.trajectories for group in groups),
-    )
-
-
 class CohortBuffer:
     """Slots with bounded staleness and complete accounting. Not thread-safe: one event loop owns it."""
 
@@ -164,16 +155,13 @@ class CohortBuffer:
         self._select = select
         self._clock = clock
         self.ahead = int(overlap)  # by how many steps `take` may be ahead of the published version
-        self._next_slot = self._filling = self._requeued = 0  # the next slot, and the cohort that it belongs to
+        self._next_slot = self._filling = 0  # the next slot, and the cohort that it belongs to
         self._cohorts: dict[int, Cohort] = {}
         self._running, self._ready = dict[int, RunningGroup](), dict[int, ReadyGroup]()  # by slot
         self._ready_of = Counter[int]()  # their number by cohort, since `take` is called after every event
         self._training: dict[int, list[ReadyGroup]] = {}  # by step: with overlap, of two steps at most
         self._unwanted = list[Ticket]()
-        self._issued = Counter[str]()
-        self._trained = Counter[str]()
-        self._tokens = Counter[str]()
-        self._rejected: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by reason
+        self._books = Books()
         self._open(0)
 
     @property
@@ -201,14 +189,14 @@ class CohortBuffer:
         self._running[ticket.slot] = RunningGroup(ticket, self._clock())
         self._cohorts[ticket.cohort].issued += 1
         self._cohorts[ticket.cohort].playing += 1
-        self._issued["groups"] += 1
+        self._books.issued["groups"] += 1
         return ticket
 
     def begin(self, ticket: Ticket, prompt: str, trajectories: int) -> None:
         """Record that the group of a ticket plays the prompt with this uid, in so many trajectories."""
         playing = self._running[ticket.slot]
         playing.prompt, playing.trajectories = prompt, trajectories
-        self._issued["trajectories"] += trajectories
+        self._books.issued["trajectories"] += trajectories
 
     def commit(self, ticket: Ticket, group: Group, *, discarded: int = 0) -> bool:
         """Add a finished group to the ready ones; `discarded` tokens are not in it. Returns False if it is rejected,
@@ -220,7 +208,7 @@ class CohortBuffer:
         playing = self._close(ticket)
         self._ready[ticket.slot] = ReadyGroup(ticket.cohort, playing.prompt, group, group.num_tokens)
         self._ready_of[ticket.cohort] += 1
-        self._tokens["discarded"] += discarded
+        self._books.tokens["discarded"] += discarded
         cohort.taken += 1
         if cohort.taken == cohort.seats:
             self._dismiss(ticket.cohort)
@@ -229,12 +217,12 @@ class CohortBuffer:
     def reject(self, ticket: Ticket, reason: str, *, tokens: int = 0) -> None:
         """Reject a group that must not be trained. It is counted, and replaced while its cohort needs another group."""
         playing = self._close(ticket)
-        self._count_rejected(reason, playing, tokens)
+        self._books.reject(reason, playing, tokens)
         cohort = self._cohorts[ticket.cohort]
         if cohort.playing < cohort.seats - cohort.taken:
             cohort.seats -= 1
             cohort.issued -= 1
-            self._requeued += 1
+            self._books.requeued += 1
             self._move_seats(1)
         self._forget(ticket.cohort)
 
@@ -272,8 +260,7 @@ class CohortBuffer:
             raise ValueError(f"version {version} published after version {self.version}, {self.step} batches taken")
         self.version = version
         trained = self._training.pop(version - 1)
-        self._trained.update(units(trained))
-        self._tokens["trained"] += sum(played.tokens for played in trained)
+        self._books.train(trained, sum(played.tokens for played in trained))
         self._move_lead()
 
     def groups(self) -> StateCounts:
@@ -283,33 +270,13 @@ class CohortBuffer:
     def ledger(
         self, drawn: int, received: Mapping[str, int], running: int, late: int, retried: dict[str, int] | None = None
     ) -> Ledger:
-        """Return the ledger: the buffer's own counts, and those that were taken at the source.
+        """Return the ledger: the buffer's own counts, and those that were taken at the source (Books.ledger)."""
+        held = sum(played.tokens for played in (*self._ready.values(), *chain(*self._training.values())))
+        return self._books.ledger(self._places(), held, drawn, received, running, late, retried or {})
 
-        drawn: prompts
-        received: tokens by purpose; of those for training, `running` are of running groups, and `late` came for groups
-            that had ended
-        retried: requests that were continued after an interruption, by cause
-        """
-        places = self._places()
-        return Ledger(
-            prompts=replace(places["prompts"], issued=drawn),
-            groups=places["groups"],
-            trajectories=places["trajectories"],
-            tokens=TokenCounts(
-                generated=received.get("training", 0),
-                running=running,
-                held=sum(played.tokens for played in (*self._ready.values(), *chain(*self._training.values()))),
-                trained=self._tokens["trained"],
-                rejected=self._tokens["rejected"],
-                discarded=self._tokens["discarded"] + late,
-            ),
-            events=EventCounts(
-                self._requeued,
-                retried or {},
-                evaluation_tokens=received.get("evaluation", 0),
-                past_tokens=received.get("past", 0),
-            ),
-        )
+    def _places(self) -> dict[str, StateCounts]:
+        training = [*chain(*self._training.values())]
+        return self._books.places(self._running.values(), self._ready.values(), training)
 
     def taken(self, step: int) -> list[Group]:
         """Return the groups of a step that were taken and whose version is not published yet."""
@@ -348,6 +315,7 @@ class CohortBuffer:
 
     def state(self) -> BufferState:
         """Return the state. Serialize it immediately: it shares its parts with the buffer."""
+        books = self._books
         return BufferState(
             self.version,
             self._next_slot,
@@ -356,11 +324,11 @@ class CohortBuffer:
             list(self._running.values()),
             list(self._ready.values()),
             self._unwanted,
-            dict(self._issued),
-            dict(self._trained),
-            dict(self._tokens),
-            {reason: dict(units) for reason, units in self._rejected.items()},
-            self._requeued,
+            dict(books.issued),
+            dict(books.trained),
+            dict(books.tokens),
+            {reason: dict(units) for reason, units in books.rejected.items()},
+            books.requeued,
             self.lead,
             self._wanted_lead,
             dict(self._training),
@@ -379,10 +347,8 @@ class CohortBuffer:
         self._running = {one.ticket.slot: replace(one, since=self._clock()) for one in state.running}
         self._ready = {one.group.slot: one for one in state.ready}
         self._ready_of = Counter(one.cohort for one in state.ready)
-        self._unwanted, self._requeued = state.unwanted, state.requeued
-        self._issued, self._trained = Counter(state.issued), Counter(state.trained)
-        self._tokens = Counter(state.tokens)
-        self._rejected.update({reason: Counter(units) for reason, units in state.rejected.items()})
+        self._unwanted = state.unwanted
+        self._books.restore(state.issued, state.trained, state.tokens, state.rejected, state.requeued)
 
     # -- internals -----------------------------------------------------------------------------------------
 
@@ -410,7 +376,7 @@ class CohortBuffer:
         late = sorted(slot for slot, played in self._ready.items() if played.cohort <= last)[self.batch_groups :]
         for dropped in map(self._ready.pop, late):  # non-empty only after seats have moved
             self._ready_of[dropped.cohort] -= 1
-            self._count_rejected(OVER_AGE, dropped, dropped.tokens)
+            self._books.reject(OVER_AGE, dropped, dropped.tokens)
         self._move_seats(len(late))
         for number, cohort in [one for one in self._cohorts.items() if one[0] <= last and one[1].taken < one[1].seats]:
             self._move_seats(cohort.seats - cohort.taken)
@@ -452,26 +418,6 @@ class CohortBuffer:
             if any(one.must > self._left for one in self._demands(changed)):
                 return
             self.lead, self._cohorts = self.lead + 1, changed
-
-    def _places(self) -> dict[str, StateCounts]:
-        """Count by kind and state. Running, ready and training are counted from the groups, not incrementally."""
-        states = self._running.values(), self._ready.values(), [*chain(*self._training.values())]
-        running, ready, training = (units(of) for of in states)
-        return {
-            kind: StateCounts(
-                self._issued[kind],
-                running[kind],
-                ready[kind],
-                training[kind],
-                self._trained[kind],
-                {reason: counts[kind] for reason, counts in self._rejected.items()},
-            )
-            for kind in ("prompts", "groups", "trajectories")
-        }
-
-    def _count_rejected(self, reason: str, group: RunningGroup | ReadyGroup, tokens: int) -> None:
-        self._rejected[reason].update(units([group]))
-        self._tokens["rejected"] += tokens
 
     def _too_late(self, ticket: Ticket) -> str:
         """Return the reason why a group has no seat any more."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from asyncrl import import_hooks, lookup
 from asyncrl.checkpoints.manifest import ROLLOUT
-from asyncrl.config import Config
+from asyncrl.config import Config, RolloutConfig
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_ready
 from asyncrl.engine.session import GenerationSession
@@ -25,22 +25,23 @@ from asyncrl.records.events import Began, Event
 from asyncrl.records.writer import RECORDS, Writer
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import close_all
-from asyncrl.rollout.buffer import Ticket
+from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.evaluation import Evaluations
-from asyncrl.rollout.groups import GroupLifecycle, build_buffer
+from asyncrl.rollout.groups import ConcurrencyLimiter
 from asyncrl.rollout.journal import Journal, Left, NoJournal
-from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
+from asyncrl.rollout.limiter import FixedConcurrency
 from asyncrl.rollout.parts import ModelParts, PlayingParts, PlaysEpisodes
 from asyncrl.rollout.prompts import Prompts
 from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.reporters import RolloutRun, RunReporter
 from asyncrl.rollout.server import RolloutServer
-from asyncrl.rollout.snapshot import GroupsState, Snapshot
+from asyncrl.rollout.snapshot import GroupsState, ResumableGroups, Snapshot
 from asyncrl.rollout.status import StatusFile
 from asyncrl.rollout.timelines import Timelines
 from asyncrl.rollout.worker import Worker
 from asyncrl.schema import Prompt
 from asyncrl.tasks import Task, build_all
+from asyncrl.user_code import load
 
 RETRY_SECONDS = 0.5
 
@@ -83,7 +84,7 @@ class RolloutParts:
         self.limiter = _limiter(run, self.hooks)
         self._resumed = _snapshot_of(addresses, self._left)
         self.recorder = _recorder(run, self.hooks, self._resumed)
-        self.groups = GroupLifecycle(
+        self.groups = ResumableGroups(
             build_buffer(config.rollout, overlap=config.weights.overlap),
             playing.client,
             limiter=self.limiter,
@@ -247,6 +248,19 @@ def _playing(
     requests = f"r{restarts:03d}-" if restarts else ""  # engines may still have requests of the dead process
     elsewhere = (found for one in hooks.values() if (found := one.plays(run)))
     return next(elsewhere, None) or PlayingParts.build(run.config, run.addresses, model, tasks, run.warn, requests)
+
+
+def build_buffer(rollout: RolloutConfig, *, overlap: bool) -> CohortBuffer:
+    """Build the buffer that the configuration describes. `overlap` is weights.overlap."""
+    return CohortBuffer(
+        rollout.batch_groups,
+        rollout.max_staleness,
+        rollout.lead,
+        oversample=rollout.oversample,
+        over_age=rollout.over_age,
+        overlap=overlap,
+        select=load(rollout.select, "rollout.select"),
+    )
 
 
 def _limiter(run: RolloutRun, hooks: Mapping[str, RolloutHooks]) -> ConcurrencyLimiter:

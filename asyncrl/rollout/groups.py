@@ -1,5 +1,6 @@
 """The life of a group, from its ticket to the batch it is trained in: the buffer with an event loop around it. The
-worker plays groups; the server (server.py) hands batches to the trainer.
+worker plays groups; the server (server.py) hands batches to the trainer. What makes a state of it, and goes on from
+one, is in snapshot.py.
 
     ticket -> begin -> commit or reject -> batch -> published
 
@@ -14,23 +15,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from typing import Any
 
-from asyncrl.config import RolloutConfig
 from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.loads import Load
 from asyncrl.engine.session import GenerationSession
-from asyncrl.records.events import Adjusted, Admitted, PartTaken, Published, Saved, Taken
+from asyncrl.records.events import Adjusted, Admitted, PartTaken, Published, Taken
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.ledger import Ledger
-from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.rollout.recorder import Recorder
-from asyncrl.rollout.snapshot import GroupsState, Outstanding, PartState, PromptName, SiblingSnapshot
 from asyncrl.rollout.timelines import COMMITTED, Timelines
 from asyncrl.schema import Batch, Group, Prompt, part_of
-from asyncrl.user_code import load
 
 CHECK_SECONDS = 5.0
 """The ledger is checked at every batch and version, and in between when a group ends, but at most once per this
@@ -45,6 +42,15 @@ the group's uid is its routing key."""
 
 class WrongBatch(Exception):
     """Raised when a batch is asked for that is not the next one."""
+
+
+@dataclass(frozen=True)
+class PromptName:
+    """Enough to render a prompt again."""
+
+    uid: str
+    task: str
+    index: int
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,36 @@ class GroupInPlay:
             return so_far
         slowest = min(left, key=lambda one: one.since)
         return f"{so_far}, waits {now - slowest.since:.0f} s for {slowest.waits_for}"
+
+
+class ConcurrencyLimiter:
+    """Limiter of concurrent groups, as the worker uses it. This one never blocks: the buffer's admission is the only
+    bound."""
+
+    async def acquire(self, episodes: int) -> None:
+        """Wait until a group of so many episodes may start."""
+
+    def give_back(self, episodes: int) -> None:
+        """Return so many episodes: the group is smaller than announced."""
+
+    def release(self, episodes: int) -> None:
+        """Record that a group has ended."""
+
+    def taken(self, ready: int, batch: int, *, waited: bool) -> None:
+        """Record that the trainer took a batch of `batch` groups, that it waited or not, and that `ready` groups are
+        left."""
+
+    def resize(self, groups: int) -> None:
+        """Change a fixed maximum of groups."""
+
+    async def watch(
+        self, ask: Callable[[], Awaitable[list[Load]]], needed: Callable[[], float], holding: Callable[[], bool]
+    ) -> None:
+        """Follow the engines' loads, if the limit depends on them."""
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures for metrics.jsonl."""
+        return {}
 
 
 def most_silent(groups: Iterable[GroupInPlay], count: int, now: float) -> list[GroupInPlay]:
@@ -262,77 +298,6 @@ class GroupLifecycle:
         await self._wake()
         return new
 
-    def between_batches(self, version: int) -> bool:
-        """Return whether this version is published and its batch not begun: the moment of a checkpoint."""
-        return (self._buffer.version, self._buffer.step) == (version, version) and not self._parts
-
-    async def saved(self, version: int, number: int = 0) -> None:
-        """Record that the state was saved, with this number if it is for the journal, and flush everything recorded so
-        far."""
-        self._recorder.write(Saved(version, number))
-        await asyncio.to_thread(self._recorder.flush)
-
-    # -- checkpoint ----------------------------------------------------------------------------------------
-
-    def state(self) -> GroupsState:
-        """Return the state. Serialize it immediately: it shares its parts with this object."""
-        flight = self._client.inflight
-        outstanding = [
-            Outstanding(ticket, group.prompt, [SiblingSnapshot(one.received, one.said()) for one in group.siblings])
-            for ticket, group in self._playing.items()
-        ]
-        return GroupsState(
-            self._buffer.state(),
-            outstanding,
-            self._drawn,
-            self._samples,
-            dict(self._retried),
-            dict(self._tokens_reported),
-            dict(flight.tokens),
-            flight.late_tokens,
-            {
-                version: [PartState(len(part.groups), part.rollout, part.last) for part in parts]
-                for version, parts in self._parts.items()
-            },
-        )
-
-    def restore(self, state: GroupsState) -> list[GroupInPlay]:
-        """Restore a saved state, before anything has begun. Returns the groups that must be continued."""
-        self._buffer.restore(state.buffer)
-        self._client.inflight.restore(state.buffer.version, state.tokens, state.late)
-        self._drawn = state.drawn
-        self._samples = state.samples
-        self._retried, self._tokens_reported = Counter(state.retried), Counter(state.reported)
-        for one in state.outstanding:
-            uid = one.ticket.uid
-            sessions = [
-                self._client.resume(uid, f"{uid} {number}", one.ticket.born, sibling.received, sibling.said)
-                for number, sibling in enumerate(one.siblings)
-            ]
-            self._playing[one.ticket] = GroupInPlay(one.ticket, one.prompt, sessions)
-        for version, parts in state.parts.items():
-            taken = iter(self._buffer.taken(version))
-            self._parts[version] = [
-                Batch(version, list(islice(taken, part.groups)), part.figures, part.last) for part in parts
-            ]
-        self.ledger()
-        return self.running()
-
-    def go_on(self, served: int, *, held: bool) -> range:
-        """Continue in a process that was started again, while the engines serve a version. Unless requests were held
-        back, nobody else says that it is served. Returns the versions since that of the state."""
-        since = range(self._buffer.version + 1, served + 1)
-        for version in since:
-            self._buffer.publish(version)
-            self._parts.pop(version - 1, None)
-            self._recorder.write(Published(version, time.time(), asdict(self.ledger())))
-        if held:
-            self._client.inflight.hold()
-        else:
-            self._client.inflight.release(self._buffer.version)
-            self._released.set()
-        return since
-
     async def released(self) -> None:
         """Wait until the trainer reports that every engine serves its version."""
         await self._released.wait()
@@ -366,26 +331,10 @@ class GroupLifecycle:
         self._retried.update(seen.continued)
         ledger = self.ledger()
         samples, self._samples = self._samples, 0
-        tokens = Counter(
-            generated=ledger.tokens.generated,
-            evaluation=ledger.events.evaluation_tokens,
-            past=ledger.events.past_tokens,
-        )
-        since, self._tokens_reported = tokens - self._tokens_reported, tokens
+        counted = ledger.received()
+        since, self._tokens_reported = counted - self._tokens_reported, counted
         return {
-            "tokens/generated": since["generated"],
-            "tokens/evaluation": since["evaluation"],
-            "tokens/past": since["past"],
-            "tokens/running": ledger.tokens.running,
-            "tokens/held": ledger.tokens.held,
-            "tokens/rejected": ledger.tokens.rejected,
-            "tokens/discarded": ledger.tokens.discarded,
-            "samples/generated": samples,
-            "groups/running": ledger.groups.running,
-            "groups/ready": ledger.groups.ready,
-            "groups/rejected": sum(ledger.groups.rejected.values()),
-            **{f"groups/rejected/{reason}": count for reason, count in ledger.groups.rejected.items()},
-            "groups/requeued": ledger.events.requeued,
+            **ledger.figures(since, samples),
             "admission/lead": self._buffer.lead,
             "time/engine_busy": seen.seconds_busy,
             **self._limiter.figures(),
@@ -395,16 +344,3 @@ class GroupLifecycle:
             **{f"requests/{cause}": count for cause, count in seen.continued.items()},
             **self._more_figures(),
         }
-
-
-def build_buffer(rollout: RolloutConfig, *, overlap: bool) -> CohortBuffer:
-    """Build the buffer that the configuration describes. `overlap` is weights.overlap."""
-    return CohortBuffer(
-        rollout.batch_groups,
-        rollout.max_staleness,
-        rollout.lead,
-        oversample=rollout.oversample,
-        over_age=rollout.over_age,
-        overlap=overlap,
-        select=load(rollout.select, "rollout.select"),
-    )

@@ -14,7 +14,10 @@ issued and has no state. Pure.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Protocol
 
 from asyncrl.errors import LedgerError
 
@@ -72,6 +75,141 @@ class Ledger:
             _equal(name, "issued", issued, {**places, **reasons})
         tokens = asdict(self.tokens)
         _equal("tokens", "generated", tokens.pop("generated"), tokens)
+
+    def received(self) -> Counter[str]:
+        """Return the tokens that engines have generated so far, by purpose."""
+        events = self.events
+        return Counter(generated=self.tokens.generated, evaluation=events.evaluation_tokens, past=events.past_tokens)
+
+    def figures(self, since: Mapping[str, int], samples: int) -> dict[str, float]:
+        """Return the figures of a batch under their names in metrics.jsonl: what was received `since` the last one, the
+        number of trajectories that were committed since then, and the state."""
+        return {
+            "tokens/generated": since["generated"],
+            "tokens/evaluation": since["evaluation"],
+            "tokens/past": since["past"],
+            "tokens/running": self.tokens.running,
+            "tokens/held": self.tokens.held,
+            "tokens/rejected": self.tokens.rejected,
+            "tokens/discarded": self.tokens.discarded,
+            "samples/generated": samples,
+            "groups/running": self.groups.running,
+            "groups/ready": self.groups.ready,
+            "groups/rejected": sum(self.groups.rejected.values()),
+            **{f"groups/rejected/{reason}": count for reason, count in self.groups.rejected.items()},
+            "groups/requeued": self.events.requeued,
+        }
+
+
+class Counted(Protocol):
+    """A group that has begun or waits, as it is counted."""
+
+    @property
+    def prompt(self) -> str:
+        """Uid of its prompt, once that is drawn."""
+
+    @property
+    def trajectories(self) -> int:
+        """Number of its trajectories."""
+
+
+def units(groups: Collection[Counted]) -> Counter[str]:
+    """Count the prompts, groups and trajectories of these groups; a group that has begun plays one prompt."""
+    return Counter(
+        prompts=len({group.prompt for group in groups if group.prompt}),
+        groups=len(groups),
+        trajectories=sum(group.trajectories for group in groups),
+    )
+
+
+class Books:
+    """What a buffer counts as groups come and go; those that it holds are counted when the ledger is drawn up."""
+
+    def __init__(self) -> None:
+        self.issued = Counter[str]()
+        self.trained = Counter[str]()
+        self.tokens = Counter[str]()  # trained, rejected, discarded
+        self.rejected: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by reason
+        self.requeued = 0
+
+    def reject(self, reason: str, group: Counted, tokens: int) -> None:
+        """Count a rejected group, with the tokens that were generated for it."""
+        self.rejected[reason].update(units([group]))
+        self.tokens["rejected"] += tokens
+
+    def train(self, groups: Collection[Counted], tokens: int) -> None:
+        """Count groups that are trained, with their tokens."""
+        self.trained.update(units(groups))
+        self.tokens["trained"] += tokens
+
+    def restore(
+        self,
+        issued: dict[str, int],
+        trained: dict[str, int],
+        tokens: dict[str, int],
+        rejected: dict[str, dict[str, int]],
+        requeued: int,
+    ) -> None:
+        """Go on with the counts of a saved state."""
+        self.issued = Counter(issued)
+        self.trained = Counter(trained)
+        self.tokens = Counter(tokens)
+        self.rejected.update({reason: Counter(counts) for reason, counts in rejected.items()})
+        self.requeued = requeued
+
+    def places(
+        self, running: Collection[Counted], ready: Collection[Counted], training: Collection[Counted]
+    ) -> dict[str, StateCounts]:
+        """Count prompts, groups and trajectories by state. Running, ready and training are counted from the groups, not
+        incrementally."""
+        held = [units(groups) for groups in (running, ready, training)]
+        return {
+            kind: StateCounts(
+                self.issued[kind],
+                *(one[kind] for one in held),
+                self.trained[kind],
+                {reason: counts[kind] for reason, counts in self.rejected.items()},
+            )
+            for kind in ("prompts", "groups", "trajectories")
+        }
+
+    def ledger(
+        self,
+        places: Mapping[str, StateCounts],
+        held: int,
+        drawn: int,
+        received: Mapping[str, int],
+        running: int,
+        late: int,
+        retried: dict[str, int],
+    ) -> Ledger:
+        """Return the ledger: these counts, and those that were taken at the source.
+
+        places: those of all groups, which hold so many tokens (`held`) while they are ready or in training
+        drawn: prompts
+        received: tokens by purpose; of those for training, `running` are of running groups, and `late` came for groups
+            that had ended
+        retried: requests that were continued after an interruption, by cause
+        """
+        return Ledger(
+            prompts=replace(places["prompts"], issued=drawn),
+            groups=places["groups"],
+            trajectories=places["trajectories"],
+            tokens=TokenCounts(
+                generated=received.get("training", 0),
+                running=running,
+                held=held,
+                trained=self.tokens["trained"],
+                rejected=self.tokens["rejected"],
+                discarded=self.tokens["discarded"] + late,
+            ),
+            events=EventCounts(
+                self.requeued,
+                retried,
+                evaluation_tokens=received.get("evaluation", 0),
+                past_tokens=received.get("past", 0),
+            ),
+        )
 
 
 def _equal(name: str, source: str, counted: int, parts: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""Concurrency limits: a group waits here until it may start.
+"""The fixed limit of concurrent groups (rollout.max_running_groups). Extensions have others, for "auto".
 
 waits for     a running group to end; the trainer's batch timeout is the deadline
 unblocked by  `release`
@@ -7,39 +7,8 @@ unblocked by  `release`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
-from asyncrl.engine.loads import Load
-
-
-class ConcurrencyLimiter:
-    """Limiter of concurrent groups, as the worker uses it. This one never blocks: the buffer's admission is the only
-    bound."""
-
-    async def acquire(self, episodes: int) -> None:
-        """Wait until a group of so many episodes may start."""
-
-    def give_back(self, episodes: int) -> None:
-        """Return so many episodes: the group is smaller than announced."""
-
-    def release(self, episodes: int) -> None:
-        """Record that a group has ended."""
-
-    def taken(self, ready: int, batch: int, *, waited: bool) -> None:
-        """Record that the trainer took a batch of `batch` groups, that it waited or not, and that `ready` groups are
-        left."""
-
-    def resize(self, groups: int) -> None:
-        """Change a fixed maximum of groups."""
-
-    async def watch(
-        self, ask: Callable[[], Awaitable[list[Load]]], needed: Callable[[], float], holding: Callable[[], bool]
-    ) -> None:
-        """Follow the engines' loads, if the limit depends on them."""
-
-    def figures(self) -> dict[str, float]:
-        """Return the figures for metrics.jsonl."""
-        return {}
+from asyncrl.rollout.groups import ConcurrencyLimiter
 
 
 class FixedConcurrency(ConcurrencyLimiter):

@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.records.events import Committed, CompressedGroup, Event, Rejected, packed
 from asyncrl.records.writer import Writer
 from asyncrl.rollout.buffer import Ticket
-from asyncrl.schema import EncodedGroup, Group
+from asyncrl.schema import Group
 
 
 class Recorder:
@@ -83,7 +83,7 @@ class Recorder:
         if self._writer is None:
             return None
         with self._measured():
-            done: CompressedGroup | None = group.compressed if isinstance(group, EncodedGroup) else None
+            done: CompressedGroup | None = getattr(group, "compressed", None)  # of one that came encoded
             return done or packed(group)
 
     @contextmanager

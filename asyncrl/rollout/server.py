@@ -23,25 +23,18 @@ The wait for a batch and for a drain is bounded by POLL_SECONDS and repeated by 
 has no bound here: the trainer's request has one. The trainer also repeats a request that this process died of, or
 before answering it, to the process that replaces it: each of them changes nothing the second time. The state that an
 answer tells of is in the journal before it is sent.
-
-The event loop, and with it the process, ends when one of its tasks raises SystemExit or KeyboardInterrupt. Tasks of
-this process also run user code (an agent, a reward, an environment, and tasks that these start), for which `contain`
-turns them into another exception.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import httpx
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -50,16 +43,12 @@ from starlette.routing import Route
 from asyncrl.engine.inflight import InFlight
 from asyncrl.errors import AsyncRLError, described
 from asyncrl.network.addresses import times_restarted
-from asyncrl.network.serving import SignalFreeServer
-from asyncrl.network.tls import Signed
 from asyncrl.rollout.evaluation import Evaluations
-from asyncrl.rollout.groups import GroupLifecycle, WrongBatch
+from asyncrl.rollout.groups import WrongBatch
 from asyncrl.rollout.journal import NoJournal
-from asyncrl.rollout.snapshot import GroupsState
+from asyncrl.rollout.snapshot import GroupsState, ResumableGroups
 from asyncrl.schema import encode
 
-CLOSE_SECONDS = 3
-"""Seconds that open requests get at the end, after which they are cancelled: more than POLL_SECONDS."""
 KEEP_SECONDS, KEEP_SHARE = 5.0, 0.02
 """Seconds between two snapshots for the journal, and the largest share of the event loop's time: what was generated
 since the newest one is lost if this process dies."""
@@ -72,7 +61,7 @@ class RolloutServer:
 
     def __init__(
         self,
-        groups: GroupLifecycle,
+        groups: ResumableGroups,
         inflight: InFlight,
         evaluations: Evaluations | None,
         api_key: str,
@@ -240,51 +229,3 @@ class RolloutServer:
                 return PlainTextResponse(text, status_code=500)
 
         return guarded
-
-
-async def serve(
-    server: RolloutServer, address: str, rolling_out: Coroutine[Any, Any, None], signed: Signed | None
-) -> None:
-    """Serve until the launcher sends SIGTERM. Raises the first error of the server or of the rollouts."""
-    url = httpx.URL(address)
-    listening = SignalFreeServer(
-        uvicorn.Config(
-            server.app(),
-            host=url.host,
-            port=url.port or 0,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=CLOSE_SECONDS,
-            ssl_certfile=signed.server if signed else None,
-        )
-    )
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, listening.end)
-    try:
-        async with asyncio.TaskGroup() as group:
-            rolling = group.create_task(rolling_out)
-            failing = group.create_task(server.fail())
-            await group.create_task(listening.serve())  # until SIGTERM
-            rolling.cancel()
-            failing.cancel()
-    finally:  # after an error, connections would report that the loop is closed, below the error
-        for listener in listening.servers if listening.started else ():
-            listener.close()
-        for connection in list(listening.server_state.connections):
-            connection.transport.abort()
-
-
-class Exited(Exception):
-    """User code called sys.exit, or raised KeyboardInterrupt."""
-
-
-def contain(loop: asyncio.AbstractEventLoop) -> None:
-    """Make tasks of this loop raise Exited where their code raises SystemExit or KeyboardInterrupt."""
-    loop.set_task_factory(lambda loop, work, **named: asyncio.Task(_contained(work), loop=loop, **named))  # type: ignore[arg-type]
-
-
-async def _contained(work: Coroutine[Any, Any, Any]) -> Any:
-    try:
-        return await work
-    except (SystemExit, KeyboardInterrupt) as exit:
-        raise Exited(described(exit)) from exit

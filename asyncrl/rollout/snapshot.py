@@ -9,24 +9,21 @@ agent whose environment is not deterministic makes other requests: its old token
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import asyncio
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 
 import msgspec
 
 from asyncrl import schema
 from asyncrl.errors import RecordError
+from asyncrl.records.events import Published, Saved
 from asyncrl.rollout.buffer import BufferState, Ticket
+from asyncrl.rollout.groups import GroupInPlay, GroupLifecycle, PromptName
 from asyncrl.rollout.prompts import Cursor
-from asyncrl.schema import Exchange
-
-
-@dataclass(frozen=True)
-class PromptName:
-    """Enough to render a prompt again."""
-
-    uid: str
-    task: str
-    index: int
+from asyncrl.schema import Batch, Exchange
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,79 @@ class Snapshot:
     evaluating: bool  # an evaluation was running; it starts over
     evaluated: int | None = None  # the version at which the last evaluation began
     number: int = 0  # of a snapshot in the journal
+
+
+class ResumableGroups(GroupLifecycle):
+    """Groups of a run that can be resumed: their state, and what goes on from it."""
+
+    def between_batches(self, version: int) -> bool:
+        """Return whether this version is published and its batch not begun: the moment of a checkpoint."""
+        return (self._buffer.version, self._buffer.step) == (version, version) and not self._parts
+
+    async def saved(self, version: int, number: int = 0) -> None:
+        """Record that the state was saved, with this number if it is for the journal, and flush everything recorded so
+        far."""
+        self._recorder.write(Saved(version, number))
+        await asyncio.to_thread(self._recorder.flush)
+
+    def state(self) -> GroupsState:
+        """Return the state. Serialize it immediately: it shares its parts with this object."""
+        flight = self._client.inflight
+        outstanding = [
+            Outstanding(ticket, group.prompt, [SiblingSnapshot(one.received, one.said()) for one in group.siblings])
+            for ticket, group in self._playing.items()
+        ]
+        return GroupsState(
+            self._buffer.state(),
+            outstanding,
+            self._drawn,
+            self._samples,
+            dict(self._retried),
+            dict(self._tokens_reported),
+            dict(flight.tokens),
+            flight.late_tokens,
+            {
+                version: [PartState(len(part.groups), part.rollout, part.last) for part in parts]
+                for version, parts in self._parts.items()
+            },
+        )
+
+    def restore(self, state: GroupsState) -> list[GroupInPlay]:
+        """Restore a saved state, before anything has begun. Returns the groups that must be continued."""
+        self._buffer.restore(state.buffer)
+        self._client.inflight.restore(state.buffer.version, state.tokens, state.late)
+        self._drawn = state.drawn
+        self._samples = state.samples
+        self._retried, self._tokens_reported = Counter(state.retried), Counter(state.reported)
+        for one in state.outstanding:
+            uid = one.ticket.uid
+            sessions = [
+                self._client.resume(uid, f"{uid} {number}", one.ticket.born, sibling.received, sibling.said)
+                for number, sibling in enumerate(one.siblings)
+            ]
+            self._playing[one.ticket] = GroupInPlay(one.ticket, one.prompt, sessions)
+        for version, parts in state.parts.items():
+            taken = iter(self._buffer.taken(version))
+            self._parts[version] = [
+                Batch(version, list(islice(taken, part.groups)), part.figures, part.last) for part in parts
+            ]
+        self.ledger()
+        return self.running()
+
+    def go_on(self, served: int, *, held: bool) -> range:
+        """Continue in a process that was started again, while the engines serve a version. Unless requests were held
+        back, nobody else says that it is served. Returns the versions since that of the state."""
+        since = range(self._buffer.version + 1, served + 1)
+        for version in since:
+            self._buffer.publish(version)
+            self._parts.pop(version - 1, None)
+            self._recorder.write(Published(version, time.time(), asdict(self.ledger())))
+        if held:
+            self._client.inflight.hold()
+        else:
+            self._client.inflight.release(self._buffer.version)
+            self._released.set()
+        return since
 
 
 def encode(snapshot: Snapshot) -> bytes:

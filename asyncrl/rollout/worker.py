@@ -16,8 +16,7 @@ from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import AsyncRLError, EpisodeFailed
 from asyncrl.rollout.buffer import Ticket
-from asyncrl.rollout.groups import GroupLifecycle
-from asyncrl.rollout.limiter import ConcurrencyLimiter
+from asyncrl.rollout.groups import ConcurrencyLimiter, GroupLifecycle
 from asyncrl.rollout.player import LOST, PlaysGroups
 from asyncrl.schema import Group, Prompt
 

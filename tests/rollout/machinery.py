@@ -21,15 +21,15 @@ from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.episode import EpisodeTimeouts
-from asyncrl.rollout.groups import GroupLifecycle
+from asyncrl.rollout.groups import ConcurrencyLimiter
 from asyncrl.rollout.journal import NoJournal
-from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
+from asyncrl.rollout.limiter import FixedConcurrency
 from asyncrl.rollout.parts import PlayingParts
 from asyncrl.rollout.player import GroupPlayer, PlaysGroups
 from asyncrl.rollout.prompts import Cursor
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.server import RolloutServer
-from asyncrl.rollout.snapshot import GroupsState, Snapshot
+from asyncrl.rollout.snapshot import GroupsState, ResumableGroups, Snapshot
 from asyncrl.rollout.worker import Worker
 from asyncrl.schema import Batch, Completion, Group, Prompt, Template, VersionSpan, decode_batch
 from asyncrl.tasks import Task
@@ -164,7 +164,7 @@ class Machinery:
         scored = task or LengthTask()
         evaluations: Any = NoEvaluations()
         stream = training or prompts()
-        self.groups = GroupLifecycle(self.buffer, self.client)
+        self.groups = ResumableGroups(self.buffer, self.client)
         self.server = RolloutServer(
             self.groups, self.client.inflight, evaluations, "key0", save=self._save, journal=journal
         )

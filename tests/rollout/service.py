@@ -14,8 +14,8 @@ from asyncrl.engine.loads import load_of
 from asyncrl.engine.session import GenerationSession
 from asyncrl.observability.timeline import Record
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
-from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.server import RolloutServer
+from asyncrl.rollout.snapshot import ResumableGroups
 from asyncrl.rollout.status import StatusFile
 from asyncrl.rollout.timelines import Timelines
 from tests.engine.asking import RANK
@@ -32,7 +32,7 @@ class Site:
         self.prompts = prompts()
         self.published: list[dict[str, Any]] = []
         self.records: list[Record] = []
-        self.groups = GroupLifecycle(
+        self.groups = ResumableGroups(
             CohortBuffer(2, bound, **options),
             self.client,  # type: ignore[arg-type]
             publish=self.published.append,

@@ -20,7 +20,7 @@ from asyncrl.rewards.reward import RewardInput, Score
 from asyncrl.rollout import episode
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts, Scorer
 from asyncrl.rollout.reporters import PER_MINUTE, FailureReporter
-from asyncrl.rollout.server import contain
+from asyncrl.rollout.serving import contain
 from asyncrl.schema import Generate, Prompt, Trajectory, Turn
 from tests.fakes import FakeClient, FakeTemplate, completion, jumping, until
 

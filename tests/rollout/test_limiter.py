@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
+from asyncrl.rollout.groups import ConcurrencyLimiter
+from asyncrl.rollout.limiter import FixedConcurrency
 from tests.fakes import until
 from tests.rollout.working import done, started
 

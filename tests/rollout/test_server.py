@@ -19,8 +19,8 @@ from asyncrl.observability.timeline import BatchTimeline, GroupTimeline, Publish
 from asyncrl.rollout import groups as groups_module
 from asyncrl.rollout import server as module
 from asyncrl.rollout.buffer import Ticket
+from asyncrl.rollout.groups import ConcurrencyLimiter
 from asyncrl.rollout.ledger import Ledger, TokenCounts
-from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.schema import decode_batch
 from tests.rollout.service import Site, at
 

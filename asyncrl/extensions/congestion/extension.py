@@ -8,7 +8,7 @@ from asyncrl.extension import Extension, RolloutHooks
 from asyncrl.user_code import load
 
 if TYPE_CHECKING:
-    from asyncrl.rollout.limiter import ConcurrencyLimiter
+    from asyncrl.rollout.groups import ConcurrencyLimiter
     from asyncrl.rollout.reporters import RolloutRun
 
 

@@ -16,7 +16,7 @@ import psutil
 from asyncrl.engine.loads import Load
 from asyncrl.errors import EngineError
 from asyncrl.extensions.congestion.window import ConcurrencyWindow
-from asyncrl.rollout.limiter import ConcurrencyLimiter
+from asyncrl.rollout.groups import ConcurrencyLimiter
 
 PERIOD, AT_ONCE = 1.0, 64
 """Seconds between two queries of so many engines; with more of them the time grows. A query takes 1 ms here."""

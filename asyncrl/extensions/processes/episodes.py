@@ -35,7 +35,7 @@ from asyncrl.progress import Progress, failing
 from asyncrl.records.events import compressed
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import question_of, render
-from asyncrl.rollout.server import contain
+from asyncrl.rollout.serving import contain
 from asyncrl.schema import Prompt, Trajectory, encode
 from asyncrl.tasks import Question, build_all
 

@@ -29,6 +29,7 @@ from asyncrl.engine.inflight import EngineStats
 from asyncrl.engine.session import Purpose
 from asyncrl.errors import AsyncRLError, EpisodeFailed
 from asyncrl.extensions.processes import wire
+from asyncrl.extensions.processes.encoded import EncodedGroup
 from asyncrl.extensions.processes.remote import RemoteSession, WorkerConnection
 from asyncrl.extensions.processes.rendering import RenderedAhead
 from asyncrl.network.tls import signed
@@ -36,7 +37,7 @@ from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.evaluation import Attempt
 from asyncrl.rollout.player import LOST, Sums, means
 from asyncrl.rollout.reporters import RolloutRun
-from asyncrl.schema import EncodedGroup, Group, Prompt, Trajectory
+from asyncrl.schema import Group, Prompt, Trajectory
 
 LOSSES = 3
 """A group that has lost its process so often is rejected for the reason "process", and the attempts at a question of an

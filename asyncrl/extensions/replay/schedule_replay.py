@@ -37,9 +37,11 @@ from asyncrl.observability.intervals import Activity
 from asyncrl.progress import failing
 from asyncrl.records.events import Adjusted, Admitted, Began, Committed, PartTaken, Published, Rejected, Taken
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
-from asyncrl.rollout.groups import GroupLifecycle, build_buffer
+from asyncrl.rollout.build import build_buffer
 from asyncrl.rollout.reporters import RunReporter
-from asyncrl.rollout.server import RolloutServer, serve
+from asyncrl.rollout.server import RolloutServer
+from asyncrl.rollout.serving import serve
+from asyncrl.rollout.snapshot import ResumableGroups
 from asyncrl.schema import Batch, Prompt
 
 BALANCED = ("prompts", "groups", "trajectories", "tokens")
@@ -85,7 +87,7 @@ class _Client:
     inflight: _InFlight
 
 
-class ScheduleReplay(GroupLifecycle):
+class ScheduleReplay(ResumableGroups):
     """The groups, with the recorded events in place of the worker."""
 
     def __init__(self, recording: Recording, buffer: CohortBuffer, **settings: Any) -> None:

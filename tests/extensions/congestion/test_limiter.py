@@ -20,7 +20,8 @@ from asyncrl.extensions.congestion.window import ConcurrencyWindow
 from asyncrl.models import catalog
 from asyncrl.network.addresses import Addresses
 from asyncrl.rollout.build import RolloutParts, _limiter, _started_hooks
-from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
+from asyncrl.rollout.groups import ConcurrencyLimiter
+from asyncrl.rollout.limiter import FixedConcurrency
 from asyncrl.rollout.reporters import RolloutRun
 from tests.fakes import addresses, tiny_config, until
 from tests.rollout.working import done, started

@@ -17,6 +17,7 @@ from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.adapters import InUse
 from asyncrl.errors import AsyncRLError, ConfigError, EpisodeFailed
 from asyncrl.extensions.processes import wire, workers
+from asyncrl.extensions.processes.encoded import EncodedGroup
 from asyncrl.extensions.processes.extension import Processes
 from asyncrl.extensions.processes.rendering import CHUNK
 from asyncrl.extensions.processes.wire import Hello, connect
@@ -24,9 +25,9 @@ from asyncrl.extensions.processes.workers import EpisodeWorkers
 from asyncrl.network.addresses import Access
 from asyncrl.rollout import server
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
-from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.server import RolloutServer
-from asyncrl.schema import Batch, EncodedGroup, Generate, Prompt, Trajectory
+from asyncrl.rollout.snapshot import ResumableGroups
+from asyncrl.schema import Batch, Generate, Prompt, Trajectory
 from tests.examples import examples
 from tests.extensions.processes.machinery import Deaths, ManyProcesses, pool_of
 from tests.fakes import until
@@ -343,7 +344,7 @@ def test_version_opens_when_every_process_has_confirmed(
 
     async def main() -> None:
         pool, url = pool_of(2)
-        groups = GroupLifecycle(CohortBuffer(1, 0), pool)  # type: ignore[arg-type]
+        groups = ResumableGroups(CohortBuffer(1, 0), pool)  # type: ignore[arg-type]
         service = RolloutServer(groups, pool, None, "key0")  # type: ignore[arg-type]
         http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app=service.app()), base_url="http://service", headers=KEY
