@@ -50,7 +50,8 @@ from asyncrl.schema import Batch, decode_batch  # noqa: E402
 from asyncrl.trainer.batch_source import RolloutClient  # noqa: E402
 from asyncrl.trainer.loop import train  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
-from asyncrl.weights.publish import Background, Staged, StagedPublisher  # noqa: E402
+from asyncrl.weights.background import Background  # noqa: E402
+from asyncrl.weights.publish import Staged, StagedPublisher  # noqa: E402
 from scripts.slow_tools import REJECTED, VARIABLE, accepted  # noqa: E402
 from scripts.stub_engine import number_of  # noqa: E402
 

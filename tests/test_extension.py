@@ -36,7 +36,7 @@ from asyncrl.rollout.prompts import question_of
 from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.tasks import Task, build, build_all
 from asyncrl.weights.choice import choose_lora
-from asyncrl.weights.publish import build_transport
+from asyncrl.weights.transports import build_transport
 from tests.fakes import GIVEN, FakeTemplate, addresses, compose_values, tiny_config, tiny_values
 from tests.launch.checks.worlds import machine, nodes, placed
 

@@ -31,18 +31,11 @@ from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.rank import Rank
 from asyncrl.trainer.recovery import CatchingUp, Start
 from asyncrl.weights.adapters import AdapterPublisher, PastAdapters, build_adapters
+from asyncrl.weights.background import Background
 from asyncrl.weights.disk import publish_folder
 from asyncrl.weights.peft_config import user_config
-from asyncrl.weights.publish import (
-    UNSENT,
-    Background,
-    Outgoing,
-    Publisher,
-    Staged,
-    StagedPublisher,
-    VersionPublisher,
-    build_transport,
-)
+from asyncrl.weights.publish import UNSENT, Outgoing, Publisher, Staged, StagedPublisher, VersionPublisher
+from asyncrl.weights.transports import build_transport
 
 
 def build_publisher(

@@ -3,7 +3,7 @@ others may work around them:
 
     Publisher (here), AdapterPublisher (adapters.py), NoEngines (trainer/publishers.py)            send
     CatchingUp (trainer/recovery.py)                                                               leaves versions out
-    Background (here), what an extension puts around it (trainer/gpu_sharing.py)                   say when, and where
+    Background (background.py), what an extension puts around it (trainer/gpu_sharing.py)          say when, and where
 
 trainer/publishers.py builds the chain of a run. A publisher that sends all weights goes through these steps:
 
@@ -31,7 +31,6 @@ sent in another.
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -39,29 +38,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.config import Config, WeightsConfig, streams
+from asyncrl.config import WeightsConfig, streams
 from asyncrl.config.roles import POLICY
-from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Pause, RolloutSide, Update
 from asyncrl.errors import EngineError
 from asyncrl.parallel import Parallel, from_all, from_first
-from asyncrl.user_code import load
 from asyncrl.weights.bucket import Bucket, fill, nbytes, plan_buckets
 from asyncrl.weights.checksum import QUESTION, Checksums, ExpectedChecksums, SentWeights, differing, merge, parse
-from asyncrl.weights.choice import choose
-from asyncrl.weights.disk import DiskTransport
-from asyncrl.weights.distributed import DistributedTransport
 from asyncrl.weights.names import unit_of
-from asyncrl.weights.transport import TensorTransport, Transport
+from asyncrl.weights.transport import Transport
 
-SPAN = "publish_background"
 UNSENT = dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0)
 """Metrics of a version that is not sent to engines."""
 NAMED = 8
@@ -348,89 +340,3 @@ class Publisher(StagedPublisher):
                     names = ", ".join(wrong[:NAMED]) + more
                     self._fleet.lose(url, f"{url} holds other weights than were sent (weights.verify): {names}")
         return time.monotonic() - started
-
-
-class Background(VersionPublisher):
-    """Publication of a version while the trainer trains the next batch (weights.overlap).
-
-        in the training loop       wait for the publish in flight; stage the version (publish.py)
-        in a thread of its own     complete it: hold, pause, send, verify, label, continue, announce
-
-    One publish is in flight at most. The optimizer changes only weights that are already copied. The publish in flight
-    is waited for without a deadline here: its calls and collectives have their own. Its error is raised by the next
-    publish, by `finish` and by `idle`; `failed` gets it at once, in the thread.
-    """
-
-    def __init__(
-        self,
-        inner: StagedPublisher,
-        *,
-        ended: Callable[[str, int, float, float], None] = lambda span, batch, start, end: None,
-        failed: Callable[[BaseException], None] = lambda error: None,
-    ) -> None:
-        """`ended` is called with a span's name, its batch, and the wall-clock times of a publish in the background;
-        `failed` in the thread, with its error."""
-        self._inner = inner
-        self._ended = ended
-        self._failed = failed
-        self._flight: Future[tuple[int, float, dict[str, float]]] | None = None
-        """The publish in the background: its version, when it began, and its metrics."""
-        self._metrics: dict[str, float] = {"pause": 0.0, "verify": 0.0, "background": 0.0}
-
-    def publish(self, version: int) -> dict[str, float]:
-        """Stage a version, after the publish in flight, and complete it in the background. Returns the seconds of
-        staging, and the other metrics of the publish that ended last, with its seconds in the background."""
-        self.finish()
-        staged = self._inner.stage(version)
-        self._flight = Future()
-        threading.Thread(target=self._complete, args=(staged, self._flight), name="publish", daemon=True).start()
-        return {**staged.metrics, **self._metrics, "fill": staged.metrics["fill"]}
-
-    def finish(self) -> None:
-        """Wait for the publish in flight. Raises its error."""
-        flight, self._flight = self._flight, None
-        if flight is None:
-            return
-        version, began, self._metrics = flight.result()
-        self._ended(SPAN, version - 1, began, began + self._metrics["background"])
-
-    def idle(self) -> bool:
-        """Return whether no publish is in flight. Raises the error of one that failed."""
-        if self._flight and self._flight.done():
-            self.finish()
-        return self._flight is None
-
-    def _complete(self, staged: Staged, flight: Future[tuple[int, float, dict[str, float]]]) -> None:
-        began = time.time()
-        try:
-            metrics = self._inner.complete(staged)
-        except BaseException as error:  # noqa: BLE001  the training loop raises it
-            flight.set_exception(error)
-            self._failed(error)
-        else:
-            flight.set_result((staged.version, began, {**metrics, "background": time.time() - began}))
-
-
-def build_transport(
-    config: Config, fleet: Fleet, *, host: str, alone: bool, stage: int, gpu: bool, folder: Path
-) -> tuple[Transport, str]:
-    """Build the transport of one pipeline stage's exporting rank. Returns it with the reason for the choice.
-
-    `host` is the rank's address. `alone` says that all trainer ranks are on that host; otherwise the host is not used,
-    because stages on several machines must make the same choice. `gpu` says whether the trainer runs on GPUs. `folder`
-    is where files are written.
-    """
-    ranks = config.engine.ranks
-    shared, host_of_all = config.cluster.shares_gpus, host if alone else ""
-    name, reason = choose(config.weights.transport, list(fleet.urls), host_of_all, gpu=gpu, shared=shared)
-    if name == "tensor":
-        return TensorTransport(fleet, ranks), f"tensor ({reason})"
-    if name == "disk":
-        return DiskTransport(fleet, folder, stage), f"disk in {folder} ({reason})"
-    if offered := config.transport:
-        kind = load(offered.path, "weights.transport")
-        transport = kind(fleet=fleet, folder=folder, stage=stage, ranks=ranks, host=host, gpu=gpu)
-        return transport, f"{name} in {folder} ({reason})" if offered.by_file else f"{name} ({reason})"
-    backend = "nccl" if gpu else "gloo"
-    transport = DistributedTransport(fleet, ranks, host=host, stage=stage, backend=backend)
-    return transport, f"distributed over {backend} ({reason})"

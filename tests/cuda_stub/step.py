@@ -171,9 +171,10 @@ def _publish_beside(policy: Any, parallel: Any, config: Config, following: Batch
     from asyncrl.engine.fleet import Fleet
     from asyncrl.engine.update import Update
     from asyncrl.network.addresses import Access
+    from asyncrl.weights.background import Background
     from asyncrl.weights.bucket import Bucket
     from asyncrl.weights.checksum import ExpectedChecksums
-    from asyncrl.weights.publish import Background, Outgoing, Publisher
+    from asyncrl.weights.publish import Outgoing, Publisher
     from asyncrl.weights.transport import Transport
     from tests.integration.publisher import FakeRollout
 

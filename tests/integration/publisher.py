@@ -33,7 +33,8 @@ from asyncrl.parallel import Parallel
 from asyncrl.weights.adapters import PastAdapters
 from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.layouts import Pieces
-from asyncrl.weights.publish import Outgoing, Publisher, build_transport
+from asyncrl.weights.publish import Outgoing, Publisher
+from asyncrl.weights.transports import build_transport
 
 DEGREES = ("tp", "pp", "cp", "dp", "etp", "ep")
 ALONE: dict[str, Any] = {

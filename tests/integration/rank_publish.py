@@ -31,13 +31,10 @@ from asyncrl.network.addresses import Access  # noqa: E402
 from asyncrl.trainer import model as megatron  # noqa: E402
 from asyncrl.trainer.parallel import split  # noqa: E402
 from asyncrl.weights import publish  # noqa: E402
+from asyncrl.weights.background import Background  # noqa: E402
 from asyncrl.weights.bucket import Bucket, fill, views  # noqa: E402
 from asyncrl.weights.layouts import Pieces, dims_of  # noqa: E402
-from asyncrl.weights.publish import (  # noqa: E402
-    Background,
-    Outgoing,
-    Publisher,
-)
+from asyncrl.weights.publish import Outgoing, Publisher  # noqa: E402
 from asyncrl.weights.reshard import Resharder  # noqa: E402
 from asyncrl.weights.transport import Transport  # noqa: E402
 from tests.integration.publisher import FakeRollout  # noqa: E402

@@ -18,7 +18,7 @@ from asyncrl.launch.plan import plan
 from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.network.addresses import READY, TRAINING
 from asyncrl.weights.choice import choose
-from asyncrl.weights.publish import build_transport
+from asyncrl.weights.transports import build_transport
 from tests.fakes import ALONE, JOB, addresses, tiny_config
 from tests.launch.checks.worlds import ENGINE, ROUTER
 

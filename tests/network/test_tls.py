@@ -16,9 +16,9 @@ import httpx
 import pytest
 from aiohttp import ClientError
 
-from asyncrl.engine.stream import aiohttp_session
 from asyncrl.launch.watch import HealthWatch
 from asyncrl.network.addresses import Access
+from asyncrl.network.connections import aiohttp_session
 from asyncrl.network.tls import Authority, Signed, signed
 
 KEY = "the-run's-key"

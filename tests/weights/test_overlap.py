@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from asyncrl.errors import PeerFailed
-from asyncrl.weights.publish import SPAN, Background, Staged, StagedPublisher
+from asyncrl.weights.background import SPAN, Background
+from asyncrl.weights.publish import Staged, StagedPublisher
 from tests.weights.publishing import TENSORS, published
 
 

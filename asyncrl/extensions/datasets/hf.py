@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.tasks.files import FileTask, rows_of_file
+from asyncrl.tasks.files import FileTask
+from asyncrl.tasks.rows import rows_of_file
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow")
 

@@ -25,9 +25,10 @@ import httpx
 import msgspec
 from httpx_aiohttp import AiohttpTransport
 
-from asyncrl.engine.stream import PASSING, StreamBroken, aiohttp_session
+from asyncrl.engine.stream import PASSING, StreamBroken
 from asyncrl.errors import DeadlineExceeded, EngineError
 from asyncrl.network.addresses import Access
+from asyncrl.network.connections import aiohttp_session
 from asyncrl.retries import EquivalentServers
 
 POLL_SECONDS = 0.2

@@ -41,7 +41,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.rollout.parts import load_tokenizer, stop_tokens
 from asyncrl.schema import Completion, Message, Trajectory, Turn, VersionSpan
 from asyncrl.tasks import Question
-from asyncrl.tasks.files import FileTask, rows_of_file
+from asyncrl.tasks.files import FileTask
+from asyncrl.tasks.rows import rows_of_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,12 +15,12 @@ import httpx
 import pytest
 from httpx_aiohttp import AiohttpTransport
 
-from asyncrl.engine.stream import aiohttp_session
 from asyncrl.errors import AsyncRLError, ConfigError, EngineError
 from asyncrl.extensions.proxy import server
 from asyncrl.extensions.proxy.server import Proxy
 from asyncrl.extensions.proxy.session import ProxySession
 from asyncrl.network.addresses import Access
+from asyncrl.network.connections import aiohttp_session
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from tests.agents.talking import Talking, written
 from tests.extensions.proxy.behind import ASKS, BOS_ID, DEADLINE, EOS_ID, PAIR, Blocking, Raising, soon, template, user
