@@ -196,7 +196,7 @@ def our_step(folder: Path, groups: list[list[Sample]], way: str) -> tuple[Callab
 
     from asyncrl.algo.balance import assign_micro_batches
     from asyncrl.algo.pack import pack
-    from asyncrl.trainer.microbatches import costs_of
+    from asyncrl.trainer.operations import costs_of
 
     samples = [sample for group in groups for sample in group]
     weights = torch.zeros(samples[-1].first_row + samples[-1].num_trained + 1)

@@ -180,8 +180,8 @@ def mfu_rank(options: argparse.Namespace) -> dict[str, Any]:
     """Time the steps of one rank. A step has as many tokens on each rank as two micro-batches."""
     from asyncrl.trainer.head import Head
     from asyncrl.trainer.meter import peak_rate
-    from asyncrl.trainer.microbatches import operations_of
     from asyncrl.trainer.network import Network
+    from asyncrl.trainer.operations import operations_of
     from asyncrl.trainer.optimizer import NetworkOptimizer
     from asyncrl.trainer.parallel import initialize
 

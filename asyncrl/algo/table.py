@@ -135,9 +135,10 @@ class TokenTable:
         changed: dict[str, Any] = {name: x if x is None else change(name, x) for name, x in self.columns().items()}
         return type(self)(**changed)
 
-    def trained(self, advantages: Tensor, keep: Tensor) -> TrainingTable:
-        """Return the table with advantages, and with the tokens that are trained."""
+    def trained(self, advantages: Tensor, keep: Tensor | None = None) -> TrainingTable:
+        """Return the table with advantages, and with the tokens that are trained, by default all."""
         columns: dict[str, Any] = self.columns()
+        keep = torch.ones(self.num_tokens, dtype=torch.bool) if keep is None else keep
         return TrainingTable(**columns, advantages=advantages, keep=keep, weights=torch.zeros_like(advantages))
 
     def columns(self) -> dict[str, Tensor | None]:

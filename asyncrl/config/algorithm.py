@@ -33,6 +33,11 @@ class ShapingConfig(Section):
     """Exclude answers that were truncated at the length limit from the loss; their rewards still count for their
     siblings."""
 
+    @property
+    def changes_rewards(self) -> bool:
+        """Return whether rewards are shaped at all."""
+        return bool(self.overlong_buffer or self.length_penalty or self.clip or self.normalize)
+
 
 class MaskConfig(Section):
     """Masks of tokens and sequences whose mismatch between engine and trainer is too large."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from asyncrl.algo.samples import denominator
 from asyncrl.algo.table import TrainingTable, joined
 from asyncrl.parallel import Parallel
-from asyncrl.trainer.token_accumulator import TokenAccumulator
+from asyncrl.trainer.microbatches import TokenAccumulator
 
 
 class BatchParts:

@@ -1,23 +1,20 @@
 """The micro-batches of this rank for one optimizer step (those of its replica, or its context-parallel part of them),
-and the cost of a token, by which they are balanced."""
+and what the passes over them give for each token, gathered on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.algo.balance import TOKEN, Costs, assign_micro_batches
+from asyncrl.algo.balance import Costs, assign_micro_batches
 from asyncrl.algo.context_parallel_split import bounds_of, part
 from asyncrl.algo.pack import Pack, pack
 from asyncrl.algo.samples import Sample
 from asyncrl.config import TrainerConfig
-from asyncrl.models.architectures import megatron_arguments
 from asyncrl.parallel import Parallel
-from asyncrl.weights.layouts import dims_of
 
 Groups = Sequence[list[Sample]]
 
@@ -47,68 +44,57 @@ def packs_of_rank(
     return [placed(one).to(p.device) for one in packs]
 
 
-@dataclass(frozen=True)
-class PassOperations:
-    """Floating-point operations of a forward and backward pass of the whole model; forward takes a third."""
+class TokenAccumulator:
+    """Columns of N tokens, each token written by the one replica that processed it, and sums over all micro-batches.
 
-    token: float
-    """The products of a token with all layer weights."""
-    pair: float
-    """A token that attends to one other, in layers without windows."""
-    row: float
-    """A predicted token: the products with the vocabulary."""
-    near: float
-    """A token that attends to one other, in layers where it attends to the last `window` alone."""
-    window: int
-
-    def of(self, pack: Pack, *, gradient: bool = True, frozen: bool = False) -> Tensor:
-        """Return the operations of a pass over a pack, as a tensor on its device. A frozen base needs the gradients of
-        activations, not of weights; its adapters are not counted."""
-        pairs = (pack.ends - torch.arange(pack.num_tokens, device=pack.ends.device)).sum().double()
-        attention = self.pair * pairs + self.near * (pack.positions + 1).clamp(max=self.window).sum()
-        products = self.token * pack.num_tokens + self.row * len(pack.table_rows)
-        if not gradient:
-            return (products + attention) / 3
-        return products * (2 / 3 if frozen else 1) + attention
-
-
-def operations_of(hf: dict[str, Any]) -> PassOperations:
-    """Compute the operations from a model folder's config.json.
-
-    A product with a weight takes 2 FLOPs forward and 4 backward. A pair of tokens takes 2 FLOPs forward for each
-    element of a query and of a value, and two and a half times that backward, where the scores are recomputed (Dao,
-    arXiv 2307.08691, section 4.1). Sharding divides all of it equally.
+    Values stay on the device until they are gathered, so recording one never synchronizes.
     """
-    family, hidden, layers = megatron_arguments(hf), hf["hidden_size"], hf["num_hidden_layers"]
-    sparse = sum(family.get("moe_layer_freq", ()))
-    local = sum(family.get("window_attn_skip_freq", ()))  # layers with windows
-    attention, head = _attention_weights(hf)
-    inner = (layers - sparse) * hf["intermediate_size"]
-    if sparse:  # of the experts that a token is routed to, and of those that all share
-        shared = family.get("moe_shared_expert_intermediate_size") or 0
-        inner += sparse * (family["moe_router_topk"] * family["moe_ffn_hidden_size"] + shared)
-    pair = 7 * head * hf["num_attention_heads"]  # 2 x 3.5
-    weights = layers * attention + 3 * hidden * inner
-    window = family["window_size"][0] + 1 if local else 0
-    return PassOperations(6 * weights, pair * (layers - local), 6 * hidden * hf["vocab_size"], pair * local, window)
 
+    def __init__(self, num_tokens: int, parallel: Parallel) -> None:
+        self._parallel = parallel
+        self._num_tokens = num_tokens
+        self._columns: dict[str, Tensor] = {}
+        self._totals: dict[str, Tensor] = {}
 
-def costs_of(hf: dict[str, Any]) -> Costs:
-    """Return the costs in units of one token's products with all layer weights, and with whole windows."""
-    whole = operations_of(hf)
-    token = whole.token + whole.near * whole.window
-    return Costs(pair=round(TOKEN * whole.pair / token), row=round(TOKEN * whole.row / token))
+    def note(self, rows: Tensor, **columns: Tensor) -> None:
+        """Record values [T] of the tokens at these rows. A later pass overwrites them."""
+        for name, values in {"seen": torch.ones(len(rows), device=rows.device), **columns}.items():
+            column = self._columns.setdefault(name, self._zeros())
+            column[rows] = values.detach().to(column)
 
+    def add(self, name: str, value: Tensor | float) -> None:
+        """Add to a sum."""
+        self._totals[name] = self._totals.get(name, torch.zeros(())) + torch.as_tensor(value).detach()
 
-def _attention_weights(hf: dict[str, Any]) -> tuple[int, int]:
-    """Return the number of weights of one layer's attention, and the summed width of a head's query and value."""
-    hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
-    if "kv_lora_rank" in hf:  # latent attention
-        latent, rotated = hf["kv_lora_rank"], hf["qk_rope_head_dim"]
-        query, value = hf["qk_nope_head_dim"] + rotated, hf["v_head_dim"]
-        down = hf["q_lora_rank"]
-        queries = (hidden + heads * query) * down if down else hidden * heads * query
-        keys = hidden * (latent + rotated) + latent * heads * (hf["qk_nope_head_dim"] + value)
-        return queries + keys + heads * value * hidden, query + value
-    dims = dims_of(hf)
-    return 2 * hidden * dims.head_dim * (heads + dims.kv_heads), 2 * dims.head_dim
+    @classmethod
+    def joined(cls, parts: Sequence[TokenAccumulator], factors: Sequence[float]) -> TokenAccumulator:
+        """Return the columns of several parts of a batch in order, and the sums of their sums; the losses in them are
+        multiplied by a factor for each part."""
+        whole = cls(sum(one._num_tokens for one in parts), parts[0]._parallel)
+        for name in {name for one in parts for name in one._columns}:
+            whole._columns[name] = torch.cat([one._columns.get(name, one._zeros()) for one in parts])
+        for one, factor in zip(parts, factors, strict=True):
+            for name, total in one._totals.items():
+                whole.add(name, total * factor if name == "loss" else total)
+        return whole
+
+    def gather(
+        self, names: tuple[str, ...], totals: tuple[str, ...] = ()
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return the columns `names` and "seen" (bool), and the sums, on the CPU of every rank. Collective: every rank
+        must pass the same names. Only one rank of each replica's last stage contributes."""
+        names = ("seen", *names)
+        columns = [self._columns.get(name, self._zeros()) for name in names]
+        sums = [self._totals.get(name, torch.zeros(())).to(columns[0])[None] for name in totals]
+        flat = torch.cat([*columns, *sums])
+        if not self._parallel.counts:
+            flat.zero_()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(flat)
+        flat = flat.cpu()
+        found = dict(zip(names, flat[: len(names) * self._num_tokens].unflatten(0, (len(names), -1)), strict=True))
+        found["seen"] = found["seen"] > 0
+        return found, dict(zip(totals, flat[len(names) * self._num_tokens :].tolist(), strict=True))
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self._num_tokens, dtype=torch.float64, device=self._parallel.device)

@@ -30,10 +30,10 @@ from asyncrl.trainer.gradients import collect, gradient_buffer
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.layers import accumulates_by_itself, fp8_weights
 from asyncrl.trainer.meter import StepMeter
-from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_of_rank
+from asyncrl.trainer.microbatches import Groups, TokenAccumulator, packs_of_rank
+from asyncrl.trainer.operations import costs_of, operations_of
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
-from asyncrl.trainer.token_accumulator import TokenAccumulator
 from asyncrl.trainer.vision import ImageEncoder
 from asyncrl.weights.layouts import dims_of
 from asyncrl.weights.names import ADAPTER

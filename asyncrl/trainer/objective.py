@@ -19,8 +19,7 @@ from asyncrl.algo.table import LossRows, TokenTable, TrainingTable
 from asyncrl.config import AlgoConfig, RolloutConfig
 from asyncrl.extension import TrainerHooks
 from asyncrl.trainer.head import Head
-from asyncrl.trainer.microbatches import Groups
-from asyncrl.trainer.token_accumulator import TokenAccumulator
+from asyncrl.trainer.microbatches import Groups, TokenAccumulator
 
 COLUMNS = ("logprobs", "proximal", "factor", "entropy", "advantages")
 TOTALS = ("loss", "packed", "apart")

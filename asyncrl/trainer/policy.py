@@ -25,14 +25,13 @@ from asyncrl.schema import Batch, Group
 from asyncrl.trainer import lora
 from asyncrl.trainer.batch_parts import BatchParts
 from asyncrl.trainer.batch_source import BatchSource
-from asyncrl.trainer.microbatches import Groups
+from asyncrl.trainer.microbatches import Groups, TokenAccumulator
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.objective import Objective
 from asyncrl.trainer.optimizer import NetworkOptimizer
 from asyncrl.trainer.parallel import reseed
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.sharded import ShardedState
-from asyncrl.trainer.token_accumulator import TokenAccumulator
 from asyncrl.weights.checksum import SentWeights
 from asyncrl.weights.folder import HFFolder
 
@@ -158,7 +157,9 @@ class Policy:
         table = build_table(trained, batch.version)
         for add in self._columns:
             table = add(groups, table, batch.version)
-        step = table.trained(self.advantage(table), keep=trainable(table, self.config.algo.shaping))
+        shaping = self.config.algo.shaping
+        keep = trainable(table, shaping) if shaping.mask_truncated else None
+        step = table.trained(self.advantage(table), keep)
         step = replace(step, keep=self.objective.select(step))
         with self._routed():
             figures = self._take_steps(groups, step, batch)
@@ -191,7 +192,8 @@ class Policy:
         """Yield what adds the columns that the algorithm needs to a table of a version, each after those that it needs
         itself."""
         algo, objective = self.config.algo, self.objective
-        yield self._add_shaped_reward
+        if algo.shaping.changes_rewards:
+            yield self._add_shaped_reward
         if algo.measures_reference:
             yield self._add_reference
         if objective.needs_start:

@@ -11,7 +11,7 @@ import pytest
 from tests.cuda_stub.step import DP, EP, ETP, PP, SP, TP, VPP, Case
 
 AN_UPDATE = 1
-"""The sums and columns of the batch, in one copy (trainer/token_accumulator.py)."""
+"""The sums and columns of the batch, in one copy (trainer/microbatches.py)."""
 A_STEP = 2
 """Of each optimizer step: the norm of the gradient, and Megatron's number of tokens."""
 AN_ARRIVAL = 2

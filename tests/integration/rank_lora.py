@@ -28,12 +28,11 @@ from asyncrl.config.roles import POLICY  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.trainer import sharded  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
-from asyncrl.trainer.microbatches import Groups  # noqa: E402
+from asyncrl.trainer.microbatches import Groups, TokenAccumulator  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.sharded import ShardedState  # noqa: E402
-from asyncrl.trainer.token_accumulator import TokenAccumulator  # noqa: E402
 from asyncrl.weights.names import adapter_of  # noqa: E402
 from tests.integration.updates import drawn_samples, token_weights  # noqa: E402
 

@@ -30,8 +30,9 @@ from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.routing import unpacked  # noqa: E402
 from asyncrl.schema import Batch, Group  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
-from asyncrl.trainer.microbatches import costs_of, packs_of_rank  # noqa: E402
+from asyncrl.trainer.microbatches import packs_of_rank  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
+from asyncrl.trainer.operations import costs_of  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 

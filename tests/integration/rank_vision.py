@@ -32,10 +32,10 @@ from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.schema import Batch, Group  # noqa: E402
 from asyncrl.trainer import sharded  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
+from asyncrl.trainer.microbatches import TokenAccumulator  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
-from asyncrl.trainer.token_accumulator import TokenAccumulator  # noqa: E402
 from asyncrl.weights.export import save_hf, save_peft  # noqa: E402
 from tests.integration.vision import weights  # noqa: E402
 

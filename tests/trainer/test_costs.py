@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.algo.balance import TOKEN
-from asyncrl.trainer.microbatches import costs_of
+from asyncrl.trainer.operations import costs_of
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -20,7 +20,7 @@ from asyncrl.algo.loss import LOSSES
 from asyncrl.platforms import here
 from asyncrl.settings import Choice
 from asyncrl.trainer.head import Head
-from asyncrl.trainer.token_accumulator import TokenAccumulator
+from asyncrl.trainer.microbatches import TokenAccumulator
 from tests.algo.tables import make
 from tests.fakes import tiny_config
 

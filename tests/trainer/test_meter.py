@@ -16,7 +16,7 @@ from asyncrl.algo.samples import Sample
 from asyncrl.parallel import Parallel
 from asyncrl.trainer import meter
 from asyncrl.trainer.meter import PEAK, PURPOSES, StepMeter, peak_rate
-from asyncrl.trainer.microbatches import operations_of
+from asyncrl.trainer.operations import operations_of
 from tests.fakes import Clock
 
 ALONE: Any = dict.fromkeys(("rank", "tp_rank", "pp_rank", "cp_rank", "dp_rank", "etp_rank", "ep_rank", "edp_rank"), 0)

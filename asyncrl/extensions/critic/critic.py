@@ -23,11 +23,10 @@ from asyncrl.extensions.critic.extension import CriticSettings
 from asyncrl.extensions.critic.value import explained_variance, gae_raw, value_loss
 from asyncrl.trainer.context import of_all_parts
 from asyncrl.trainer.head import Head
-from asyncrl.trainer.microbatches import Groups
+from asyncrl.trainer.microbatches import Groups, TokenAccumulator
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.optimizer import NetworkOptimizer
 from asyncrl.trainer.policy import Policy
-from asyncrl.trainer.token_accumulator import TokenAccumulator
 
 
 class Critic(TrainerHooks):
