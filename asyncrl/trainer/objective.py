@@ -9,10 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from asyncrl.algo.correction import CORRECTIONS, log_linear_proximal, masked
+from asyncrl.algo.correction import CORRECTIONS, log_linear_proximal
 from asyncrl.algo.diagnostics import gap_figures, loss_figures
 from asyncrl.algo.kl import ESTIMATORS, k3
 from asyncrl.algo.loss import LOSSES
+from asyncrl.algo.masks import masked
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.samples import shares
 from asyncrl.algo.table import LossRows, TokenTable, TrainingTable
@@ -40,7 +41,7 @@ class Objective:
         self._loss = LOSSES.find(algo.loss)
         algo.check_loss(self._loss.traits)
         self._correction = CORRECTIONS.find(algo.correction) if algo.correction else None
-        self._masks = dict(algo.mask)
+        self._masks = {name: value for name, value in algo.mask if value is not None}
         self.started = torch.zeros(0, dtype=torch.float64)
         """Log-probabilities [N] of the last batch's tokens under the policy that its steps started from; NaN for tokens
         that were not run."""
@@ -84,7 +85,9 @@ class Objective:
         logprobs, entropy = head.score(pack, self._temperature, entropy=algo.entropy_bonus > 0)
         rows = self._starting(logprobs, table.rows(pack.table_rows, logprobs.dtype))
         factor = self._correction(rows) if self._correction else torch.ones_like(rows.behaviour)
-        factor = masked(factor, logprobs, rows, self._masks) * rows.keep
+        if self._masks:
+            factor = masked(factor, logprobs, rows, self._masks)
+        factor = factor * rows.keep
         losses = factor * self._loss(logprobs, rows)
         if self.kl_in("loss"):
             losses = losses + self.kl(logprobs, rows)

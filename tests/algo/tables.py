@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncrl.algo.advantage import ADVANTAGES, WHITEN_EPSILON, AdvantageTraits
-from asyncrl.algo.correction import CORRECTIONS, MASKS, masked
+from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES, LossTraits
+from asyncrl.algo.masks import MASKS, masked
 from asyncrl.algo.registry import Algorithm
 from asyncrl.algo.table import WHOLE, LossRows, TokenTable, build_table
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan

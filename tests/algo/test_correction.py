@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.correction import CORRECTIONS, MASKS, log_linear_proximal
+from asyncrl.algo.correction import CORRECTIONS, log_linear_proximal
+from asyncrl.algo.masks import MASKS
 from asyncrl.algo.table import LossRows
 from asyncrl.config.algorithm import MaskConfig
 from tests.algo.tables import correction, few, logs, make, tables

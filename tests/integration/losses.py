@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from asyncrl.algo.correction import CORRECTIONS, MASKS
+from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES
+from asyncrl.algo.masks import MASKS
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 from asyncrl.settings import Choice
 

@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.algo.correction import CORRECTIONS, MASKS
+from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES
+from asyncrl.algo.masks import MASKS
 from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
 from tests.integration.losses import ALGORITHMS, BOUNDS, LAYOUTS, VOCAB, runs
