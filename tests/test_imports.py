@@ -85,7 +85,7 @@ ONLY = {
     ("launch", "models"): {"models.catalog", "models.architectures", "models.families", "models", "models.vision"},
     ("rollout", "engine"): {
         *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads"),
-        *("engine.session", "engine.stream"),
+        *("engine.session", "engine.stop_strings", "engine.stream"),
     },
     ("weights", "engine"): {"engine.adapters", "engine.fleet", "engine.update", "engine.server"},
     ("engine", "observability"): {"observability.intervals"},

@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 from asyncrl.engine.adapters import ServedAdapters
 from asyncrl.engine.inflight import CacheKey, InFlight
-from asyncrl.engine.session import GenerationSession, PartialAnswer, Purpose, Request, StopStrings, seed_of
+from asyncrl.engine.session import GenerationSession, PartialAnswer, Purpose, Request, seed_of
+from asyncrl.engine.stop_strings import StopStrings
 from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import AsyncRLError, EngineError, PromptRefused
 from asyncrl.images import ImageRefused, Vision
@@ -208,7 +209,7 @@ class GenerationClient:
         if not session.routing_key:
             alone = session.sample and self._spread(len(token_ids) + added)
             session.routing_key = session.sample if alone else session.group
-        stops = self._settings.stop.and_also(stop)
+        stops = self._settings.stop.and_also(stop) if stop else self._settings.stop
         request = Request(session, token_ids, limit, session.next_seed, role, session.purpose, images, added, stops)
         self.inflight.adapters.assign(request, self.inflight.version)
         request.shape = self._settings.routing if request.purpose == "training" else None
@@ -360,7 +361,10 @@ class GenerationClient:
     def _ended(self, request: Request) -> str | None:
         """Return the finish reason of an answer whose parts have ended, or None when it is not complete."""
         written = request.token_ids
-        if (written and written[-1] in self._settings.stop_token_ids) or request.stop.end(written, len(written)):
+        stops = request.stop
+        if written and written[-1] in self._settings.stop_token_ids:
+            return "stop"
+        if stops.texts and stops.end(written, len(written)):
             return "stop"
         return "length" if len(written) >= request.limit else None
 

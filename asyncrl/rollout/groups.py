@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from asyncrl.records.events import Adjusted, Admitted, PartTaken, Published, Tak
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.ledger import Ledger
 from asyncrl.rollout.recorder import Recorder
+from asyncrl.rollout.status import described, most_silent
 from asyncrl.rollout.timelines import COMMITTED, Timelines
 from asyncrl.schema import Batch, Group, Prompt, part_of
 
@@ -36,8 +37,7 @@ interval: a check costs 0.8 ms with a thousand groups of 16 running, 27 ms with 
 
 
 NAMED = 4
-"""Number of running groups that a diagnosis lists. Which engine serves a group is the router's choice and is not in it:
-the group's uid is its routing key."""
+"""Number of running groups that a diagnosis lists."""
 
 
 class WrongBatch(Exception):
@@ -61,20 +61,6 @@ class GroupInPlay:
     prompt: PromptName
     siblings: Sequence[GenerationSession]
     admitted: float = field(default_factory=time.time)
-
-    def silence(self, now: float) -> float:
-        """Return the seconds since the last activity of the episode that has been silent longest."""
-        return max((now - one.activity.since for one in self.siblings if one.activity.waits_for), default=0.0)
-
-    def described(self, now: float) -> str:
-        """Describe the group in one line; its slowest episode represents it."""
-        left = [one.activity for one in self.siblings if one.activity.waits_for]
-        tokens = sum(one.received for one in self.siblings)
-        so_far = f"{self.ticket.uid}: {len(left)} of {len(self.siblings)} episodes left, {tokens} tokens"
-        if not left:
-            return so_far
-        slowest = min(left, key=lambda one: one.since)
-        return f"{so_far}, waits {now - slowest.since:.0f} s for {slowest.waits_for}"
 
 
 class ConcurrencyLimiter:
@@ -105,11 +91,6 @@ class ConcurrencyLimiter:
     def figures(self) -> dict[str, float]:
         """Return the figures for metrics.jsonl."""
         return {}
-
-
-def most_silent(groups: Iterable[GroupInPlay], count: int, now: float) -> list[GroupInPlay]:
-    """Return the groups that have been silent longest, in this order."""
-    return sorted(groups, key=lambda group: -group.silence(now))[:count]
 
 
 class GroupLifecycle:
@@ -322,7 +303,7 @@ class GroupLifecycle:
         """Say why the next batch is not ready, and what the groups that have been silent longest are waiting for."""
         groups, now = self.running(), time.monotonic()
         due = [group for group in groups if group.ticket.cohort <= self._buffer.awaited()]
-        lines = [group.described(now) for group in most_silent(due or groups, NAMED, now)]
+        lines = [described(group, now) for group in most_silent(due or groups, NAMED, now)]
         return "; ".join([self._buffer.waiting_for(), *lines])
 
     def _figures(self) -> dict[str, float]:

@@ -18,7 +18,7 @@ from asyncrl.config import Config, cache_tokens, on_gpu
 from asyncrl.config.generation import ImagesConfig
 from asyncrl.engine.adapters import ServedAdapters, adapter_names
 from asyncrl.engine.client import ClientSettings, GenerationClient
-from asyncrl.engine.session import StopStrings
+from asyncrl.engine.stop_strings import StopStrings
 from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import ConfigError
 from asyncrl.extension import PlayerHooks

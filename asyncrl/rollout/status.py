@@ -1,4 +1,5 @@
-"""status.json in the run folder: what the run does now, replaced once a second, for pages and people that read files.
+"""What running groups wait for, and status.json in the run folder: what the run does now, replaced once a second, for
+pages and people that read files.
 
     time, version, waiting_for, batch, ledger   as GET /status returns them, and when
     holding         whether requests are held back because the weights change
@@ -20,19 +21,21 @@ import importlib
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl import jsonl
 from asyncrl.engine.loads import Load, Loads
 from asyncrl.errors import EngineError
 from asyncrl.network.addresses import Addresses
-from asyncrl.rollout.groups import GroupInPlay, most_silent
-from asyncrl.rollout.server import RolloutServer
+
+if TYPE_CHECKING:
+    from asyncrl.rollout.groups import GroupInPlay
+    from asyncrl.rollout.server import RolloutServer
 
 FILE = "status.json"
 PERIOD = 1.0
@@ -42,6 +45,28 @@ MOST_ENGINES = 64
 """Number of engines that are asked in every period. More of them are asked less often."""
 SHARE = 0.02
 """Largest share of the event loop's time: with very many groups the file is replaced less often."""
+
+
+def silence(group: GroupInPlay, now: float) -> float:
+    """Return the seconds since the last activity of the episode that has been silent longest."""
+    return max((now - one.activity.since for one in group.siblings if one.activity.waits_for), default=0.0)
+
+
+def most_silent(groups: Iterable[GroupInPlay], count: int, now: float) -> list[GroupInPlay]:
+    """Return the groups that have been silent longest, in this order."""
+    return sorted(groups, key=lambda group: -silence(group, now))[:count]
+
+
+def described(group: GroupInPlay, now: float) -> str:
+    """Describe a group in one line; its slowest episode represents it. Which engine serves it is the router's choice,
+    and is not in it: the group's uid is its routing key."""
+    left = [one.activity for one in group.siblings if one.activity.waits_for]
+    tokens = sum(one.received for one in group.siblings)
+    so_far = f"{group.ticket.uid}: {len(left)} of {len(group.siblings)} episodes left, {tokens} tokens"
+    if not left:
+        return so_far
+    slowest = min(left, key=lambda one: one.since)
+    return f"{so_far}, waits {now - slowest.since:.0f} s for {slowest.waits_for}"
 
 
 class Gpus:
@@ -143,7 +168,7 @@ def _silent(groups: Sequence[GroupInPlay]) -> dict[str, Any]:
             "task": group.prompt.task,
             "born": group.ticket.born,
             "tokens": sum(one.received for one in group.siblings),
-            "seconds": round(group.silence(now), 3),
+            "seconds": round(silence(group, now), 3),
             "episodes": [
                 {
                     "phase": one.activity.phase,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.engine.client import GenerationClient
-from asyncrl.engine.session import StopStrings
+from asyncrl.engine.stop_strings import StopStrings
 from asyncrl.errors import EngineError, PromptRefused
 from asyncrl.observability.intervals import AGENT, DECODE, PREFILL, PUBLISH, QUEUED
 from asyncrl.schema import Completion, Exchange, VersionSpan

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from asyncrl.agents.chat import Chat
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.engine.client import ClientSettings, GenerationClient
-from asyncrl.engine.session import StopStrings
+from asyncrl.engine.stop_strings import StopStrings
 from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.extensions.proxy.agents import Command, Proxied
 from asyncrl.extensions.proxy.server import Proxy

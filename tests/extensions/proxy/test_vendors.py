@@ -17,7 +17,7 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError
 
 from asyncrl.agents.linking import check
-from asyncrl.engine.session import StopStrings
+from asyncrl.engine.stop_strings import StopStrings
 from asyncrl.errors import EngineError
 from asyncrl.extensions.proxy import messages_api, parsing, responses_api
 from asyncrl.extensions.proxy.messages import ApiError, without_thoughts
