@@ -37,6 +37,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+Identity = tuple[tuple[int, ...], tuple[bytes, ...], Any]
+"""Identity of a question: the rendered text, its images, and the seed if there is one."""
+
 
 class Prompt(msgspec.Struct, frozen=True):
     """A rendered question: what the engine reads, and what the reward needs."""
@@ -47,6 +50,11 @@ class Prompt(msgspec.Struct, frozen=True):
     task: str  # name of the task, or of the evaluation set
     index: int = -1  # index of the question in its task
     images: list[bytes] = []  # in the order of their placeholders
+
+    @property
+    def identity(self) -> Identity:
+        """What makes this question another one."""
+        return tuple(self.token_ids), tuple(self.images), self.question.get("seed")
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 import msgspec
 
@@ -23,18 +23,13 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.images import ImageRefused, Vision
 from asyncrl.images.parts import images_in, without_images
-from asyncrl.schema import Prompt, Template
+from asyncrl.rollout.held_out import MAX_SKIPS, draw_held_out, training_range
+from asyncrl.schema import Identity, Prompt, Template
 from asyncrl.tasks import Question, Task, ask
 
-EVAL_OFFSET = 1 << 30  # first index of the evaluation questions of an endless task
 LOOKAHEAD = 32  # questions of a task whose images are decoded before they are drawn
-MAX_SKIPS = 10_000  # training questions in a row that turn out to be evaluation questions, or too long
 TEMPLATE_BYTES = 256
 """Upper bound of the bytes that a chat template adds around one message."""
-
-
-Identity = tuple[tuple[int, ...], tuple[bytes, ...], Any]
-"""Identity of a question: the rendered text, its images, and the seed if there is one."""
 
 
 class Cursor(msgspec.Struct, frozen=True):
@@ -87,13 +82,23 @@ class Prompts:
         self._drawn: Counter[str] = Counter()
         self._begun: dict[tuple[str, int], tuple[Question, list[Future[bytes]]]] = {}  # by task and index
         self._overlong = {name: self._look_through(name) for name in config.mixture | config.eval_sets}
-        ranges = {name: self._training_range(name) for name in config.mixture}
+        ranges = {
+            name: training_range(name, tasks[name], self._overlong[name], self._questions) for name in config.mixture
+        }
         serial = itertools.count()
         self.held_out = {
-            name: self._draw_held_out(name, ranges[name][0] if name in ranges else None, serial)
+            name: draw_held_out(
+                partial(self._render, "", name),
+                name,
+                tasks[name],
+                self._questions,
+                first=ranges[name][0] if name in ranges else None,
+                longest=self._longest,
+                serial=serial,
+            )
             for name in config.eval_sets
         }
-        taken = {_identity(one) for prompts in self.held_out.values() for one in prompts}
+        taken = {one.identity for prompts in self.held_out.values() for one in prompts}
         self.training = {name: self._training(name, *ranges[name], taken) for name in config.mixture}
         self._mixture = random.Random(f"{config.run.seed} mixture")
 
@@ -137,45 +142,6 @@ class Prompts:
             raise ConfigError("rollout.max_new_tokens", self._longest, remedy)
         return rendered
 
-    def _training_range(self, name: str) -> tuple[int, int]:
-        """Return the range [first, last) of question indices that training draws from."""
-        task = self._tasks[name]
-        if task.size is None:
-            return 0, EVAL_OFFSET
-        fitting = [index for index in range(task.size) if index not in self._overlong[name]]
-        first = getattr(task, "held_out", 0) or (*fitting, task.size)[min(self._questions, len(fitting))]
-        if first >= task.size:
-            raise ConfigError(
-                "eval.questions",
-                self._questions,
-                f"Task {name} has {task.size} questions, so that none would be left for training: lower it.",
-            )
-        return first, task.size
-
-    def _draw_held_out(self, name: str, first: int | None, serial: Iterator[int]) -> list[Prompt]:
-        """Return distinct evaluation prompts; for a task that is also trained, from below its `first` training
-        question."""
-        task = self._tasks[name]
-        files = getattr(task, "held_out", 0)  # rows of an evaluation file
-        offset, limit = (EVAL_OFFSET, MAX_SKIPS) if task.size is None else (0, files or first or task.size)
-        prompts: dict[Identity, Prompt] = {}
-        for index in range(offset, offset + limit):
-            if len(prompts) == self._questions:
-                break
-            if (prompt := self._render("", name, index)) is None:
-                continue
-            if (identity := _identity(prompt)) not in prompts:
-                prompts[identity] = msgspec.structs.replace(prompt, uid=f"e{next(serial):08d}")
-        whole = bool(task.size) and (files or first is None)  # its own file: use all of its questions
-        if len(prompts) < self._questions and not whole:
-            raise ConfigError(
-                "eval.questions",
-                self._questions,
-                f"Task {name} has only {len(prompts)} distinct questions of up to {self._longest} tokens to hold "
-                "out: lower it.",
-            )
-        return list(prompts.values())
-
     def _training(self, name: str, first: int, last: int, held_out: set[Identity]) -> Iterator[Prompt]:
         """Yield questions in an order that depends on the seed alone, not on the other tasks; a finite task is
         reshuffled every epoch. Uids count the prompts of all tasks."""
@@ -185,7 +151,7 @@ class Prompts:
             self._drawn[name] += 1
             uid = f"p{self._serial:08d}"
             prompt = self._rendered_ahead(uid, name, index, texts) or self._render(uid, name, index)
-            if prompt is None or _identity(prompt) in held_out:
+            if prompt is None or prompt.identity in held_out:
                 skipped += 1
                 if skipped == MAX_SKIPS:
                     raise ConfigError(
@@ -318,7 +284,3 @@ def render(template: Template, question: Question) -> list[int]:
     if images_in(question["messages"]):
         raise ImageRefused("it has an image, but the model of this run reads none (model.path)")
     return template.begin(question["messages"], question.get("tools", ()))
-
-
-def _identity(prompt: Prompt) -> Identity:
-    return tuple(prompt.token_ids), tuple(prompt.images), prompt.question.get("seed")

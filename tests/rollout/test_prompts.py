@@ -16,6 +16,7 @@ from asyncrl import tasks
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.errors import ConfigError
 from asyncrl.models.catalog import resolve
+from asyncrl.rollout import held_out
 from asyncrl.rollout import prompts as module
 from asyncrl.rollout.parts import load_tokenizer, stop_tokens
 from asyncrl.rollout.prompts import Prompts
@@ -95,7 +96,7 @@ def test_questions_of_one_text_are_told_apart_by_their_seeds(tokenizer: Any) -> 
 
 
 def test_task_without_enough_questions_to_hold_out_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_SKIPS", 500)
+    monkeypatch.setattr(held_out, "MAX_SKIPS", 500)
     with pytest.raises(
         ConfigError, match="Task copy3 has only 10 distinct questions of up to 61 tokens to hold out"
     ) as caught:

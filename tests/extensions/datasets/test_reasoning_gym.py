@@ -10,7 +10,7 @@ import reasoning_gym
 from asyncrl import tasks
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.datasets.reasoning_gym import BLOCK, LISTING
-from asyncrl.rollout.prompts import EVAL_OFFSET
+from asyncrl.rollout.held_out import EVAL_OFFSET
 from tests.fakes import tiny_config
 
 

@@ -1,0 +1,62 @@
+"""Questions that are held out for evaluation, which are drawn before the first prompt of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+import msgspec
+
+from asyncrl.errors import ConfigError
+from asyncrl.schema import Identity, Prompt
+from asyncrl.tasks import Task
+
+EVAL_OFFSET = 1 << 30  # first index of the evaluation questions of an endless task
+MAX_SKIPS = 10_000  # training questions in a row that turn out to be evaluation questions, or too long
+
+
+def training_range(name: str, task: Task, overlong: Collection[int], count: int) -> tuple[int, int]:
+    """Return the range [first, last) of question indices that training draws from, when `count` questions are held
+    out."""
+    if task.size is None:
+        return 0, EVAL_OFFSET
+    fitting = [index for index in range(task.size) if index not in overlong]
+    first = getattr(task, "held_out", 0) or (*fitting, task.size)[min(count, len(fitting))]
+    if first >= task.size:
+        raise ConfigError(
+            "eval.questions",
+            count,
+            f"Task {name} has {task.size} questions, so that none would be left for training: lower it.",
+        )
+    return first, task.size
+
+
+def draw_held_out(
+    render: Callable[[int], Prompt | None],
+    name: str,
+    task: Task,
+    count: int,
+    *,
+    first: int | None,
+    longest: int,
+    serial: Iterator[int],
+) -> list[Prompt]:
+    """Return `count` distinct evaluation prompts of at most `longest` tokens; for a task that is also trained, from
+    below its `first` training question. `render` returns the prompt of a question, or None if it is left out."""
+    files = getattr(task, "held_out", 0)  # rows of an evaluation file
+    offset, limit = (EVAL_OFFSET, MAX_SKIPS) if task.size is None else (0, files or first or task.size)
+    prompts: dict[Identity, Prompt] = {}
+    for index in range(offset, offset + limit):
+        if len(prompts) == count:
+            break
+        if (prompt := render(index)) is None:
+            continue
+        if prompt.identity not in prompts:
+            prompts[prompt.identity] = msgspec.structs.replace(prompt, uid=f"e{next(serial):08d}")
+    whole = bool(task.size) and (files or first is None)  # its own file: use all of its questions
+    if len(prompts) < count and not whole:
+        raise ConfigError(
+            "eval.questions",
+            count,
+            f"Task {name} has only {len(prompts)} distinct questions of up to {longest} tokens to hold out: lower it.",
+        )
+    return list(prompts.values())
