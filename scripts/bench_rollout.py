@@ -226,7 +226,7 @@ def buffer_seconds(groups: int) -> float:
             buffer.commit(ticket, Group(ticket.uid, ticket.slot, PROMPT, [Trajectory([Turn([], answer)])], "bench"))
         assert buffer.take() is not None
         buffer.publish(version)
-        buffer.ledger(issued, {"training": issued}, running=0, late=0).check()
+        buffer.books.ledger(issued, {"training": issued}, running=0, late=0).check()
         ended += groups // 10
     return (time.process_time() - started) / ended
 

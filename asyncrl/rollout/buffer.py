@@ -38,13 +38,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
 from asyncrl.rollout.hooks import Select, lowest_first
-from asyncrl.rollout.ledger import Books, Ledger, StateCounts
+from asyncrl.rollout.ledger import Books
 from asyncrl.schema import Group
 
 SURPLUS, OVER_AGE = "surplus", "over_age"  # the seats went to other groups; the batch was taken without it
@@ -161,7 +161,7 @@ class CohortBuffer:
         self._ready_of = Counter[int]()  # their number by cohort, since `take` is called after every event
         self._training: dict[int, list[ReadyGroup]] = {}  # by step: with overlap, of two steps at most
         self._unwanted = list[Ticket]()
-        self._books = Books()
+        self.books = Books(self._held)
         self._open(0)
 
     @property
@@ -189,14 +189,14 @@ class CohortBuffer:
         self._running[ticket.slot] = RunningGroup(ticket, self._clock())
         self._cohorts[ticket.cohort].issued += 1
         self._cohorts[ticket.cohort].playing += 1
-        self._books.issued["groups"] += 1
+        self.books.issued["groups"] += 1
         return ticket
 
     def begin(self, ticket: Ticket, prompt: str, trajectories: int) -> None:
         """Record that the group of a ticket plays the prompt with this uid, in so many trajectories."""
         playing = self._running[ticket.slot]
         playing.prompt, playing.trajectories = prompt, trajectories
-        self._books.issued["trajectories"] += trajectories
+        self.books.issued["trajectories"] += trajectories
 
     def commit(self, ticket: Ticket, group: Group, *, discarded: int = 0) -> bool:
         """Add a finished group to the ready ones; `discarded` tokens are not in it. Returns False if it is rejected,
@@ -208,7 +208,7 @@ class CohortBuffer:
         playing = self._close(ticket)
         self._ready[ticket.slot] = ReadyGroup(ticket.cohort, playing.prompt, group, group.num_tokens)
         self._ready_of[ticket.cohort] += 1
-        self._books.tokens["discarded"] += discarded
+        self.books.tokens["discarded"] += discarded
         cohort.taken += 1
         if cohort.taken == cohort.seats:
             self._dismiss(ticket.cohort)
@@ -217,12 +217,12 @@ class CohortBuffer:
     def reject(self, ticket: Ticket, reason: str, *, tokens: int = 0) -> None:
         """Reject a group that must not be trained. It is counted, and replaced while its cohort needs another group."""
         playing = self._close(ticket)
-        self._books.reject(reason, playing, tokens)
+        self.books.reject(reason, playing, tokens)
         cohort = self._cohorts[ticket.cohort]
         if cohort.playing < cohort.seats - cohort.taken:
             cohort.seats -= 1
             cohort.issued -= 1
-            self._books.requeued += 1
+            self.books.requeued += 1
             self._move_seats(1)
         self._forget(ticket.cohort)
 
@@ -260,23 +260,8 @@ class CohortBuffer:
             raise ValueError(f"version {version} published after version {self.version}, {self.step} batches taken")
         self.version = version
         trained = self._training.pop(version - 1)
-        self._books.train(trained, sum(played.tokens for played in trained))
+        self.books.train(trained)
         self._move_lead()
-
-    def groups(self) -> StateCounts:
-        """Count the groups by state."""
-        return self._places()["groups"]
-
-    def ledger(
-        self, drawn: int, received: Mapping[str, int], running: int, late: int, retried: dict[str, int] | None = None
-    ) -> Ledger:
-        """Return the ledger: the buffer's own counts, and those that were taken at the source (Books.ledger)."""
-        held = sum(played.tokens for played in (*self._ready.values(), *chain(*self._training.values())))
-        return self._books.ledger(self._places(), held, drawn, received, running, late, retried or {})
-
-    def _places(self) -> dict[str, StateCounts]:
-        training = [*chain(*self._training.values())]
-        return self._books.places(self._running.values(), self._ready.values(), training)
 
     def taken(self, step: int) -> list[Group]:
         """Return the groups of a step that were taken and whose version is not published yet."""
@@ -315,7 +300,7 @@ class CohortBuffer:
 
     def state(self) -> BufferState:
         """Return the state. Serialize it immediately: it shares its parts with the buffer."""
-        books = self._books
+        books = self.books
         return BufferState(
             self.version,
             self._next_slot,
@@ -348,9 +333,13 @@ class CohortBuffer:
         self._ready = {one.group.slot: one for one in state.ready}
         self._ready_of = Counter(one.cohort for one in state.ready)
         self._unwanted = state.unwanted
-        self._books.restore(state.issued, state.trained, state.tokens, state.rejected, state.requeued)
+        self.books.restore(state)
 
     # -- internals -----------------------------------------------------------------------------------------
+
+    def _held(self) -> tuple[list[RunningGroup], list[ReadyGroup], list[ReadyGroup]]:
+        """Return the groups that are running, ready and in training."""
+        return list(self._running.values()), list(self._ready.values()), [*chain(*self._training.values())]
 
     @property
     def _left(self) -> int:
@@ -376,7 +365,7 @@ class CohortBuffer:
         late = sorted(slot for slot, played in self._ready.items() if played.cohort <= last)[self.batch_groups :]
         for dropped in map(self._ready.pop, late):  # non-empty only after seats have moved
             self._ready_of[dropped.cohort] -= 1
-            self._books.reject(OVER_AGE, dropped, dropped.tokens)
+            self.books.reject(OVER_AGE, dropped, dropped.tokens)
         self._move_seats(len(late))
         for number, cohort in [one for one in self._cohorts.items() if one[0] <= last and one[1].taken < one[1].seats]:
             self._move_seats(cohort.seats - cohort.taken)

@@ -290,7 +290,7 @@ class GroupLifecycle:
         flight = self._client.inflight
         running = sum(session.received for group in self._playing.values() for session in group.siblings)
         retried = dict(self._retried + flight.figures.continued)
-        ledger = self._buffer.ledger(self._drawn, flight.tokens, running, flight.late_tokens, retried)
+        ledger = self._buffer.books.ledger(self._drawn, flight.tokens, running, flight.late_tokens, retried)
         ledger.check()
         self._checked = time.monotonic()
         return ledger

@@ -15,11 +15,14 @@ issued and has no state. Pure.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from asyncrl.errors import LedgerError
+
+if TYPE_CHECKING:
+    from asyncrl.rollout.buffer import BufferState, ReadyGroup, RunningGroup
 
 
 @dataclass(frozen=True)
@@ -101,19 +104,7 @@ class Ledger:
         }
 
 
-class Counted(Protocol):
-    """A group that has begun or waits, as it is counted."""
-
-    @property
-    def prompt(self) -> str:
-        """Uid of its prompt, once that is drawn."""
-
-    @property
-    def trajectories(self) -> int:
-        """Number of its trajectories."""
-
-
-def units(groups: Collection[Counted]) -> Counter[str]:
+def units(groups: Collection[RunningGroup | ReadyGroup]) -> Counter[str]:
     """Count the prompts, groups and trajectories of these groups; a group that has begun plays one prompt."""
     return Counter(
         prompts=len({group.prompt for group in groups if group.prompt}),
@@ -123,50 +114,44 @@ def units(groups: Collection[Counted]) -> Counter[str]:
 
 
 class Books:
-    """What a buffer counts as groups come and go; those that it holds are counted when the ledger is drawn up."""
+    """What a buffer counts as groups come and go. Those that it holds are counted when somebody asks."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: Callable[[], tuple[list[RunningGroup], list[ReadyGroup], list[ReadyGroup]]]) -> None:
+        """`held` returns the groups that are running, ready and in training."""
+        self._held = held
         self.issued = Counter[str]()
         self.trained = Counter[str]()
         self.tokens = Counter[str]()  # trained, rejected, discarded
         self.rejected: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by reason
         self.requeued = 0
 
-    def reject(self, reason: str, group: Counted, tokens: int) -> None:
+    def reject(self, reason: str, group: RunningGroup | ReadyGroup, tokens: int) -> None:
         """Count a rejected group, with the tokens that were generated for it."""
         self.rejected[reason].update(units([group]))
         self.tokens["rejected"] += tokens
 
-    def train(self, groups: Collection[Counted], tokens: int) -> None:
-        """Count groups that are trained, with their tokens."""
+    def train(self, groups: Collection[ReadyGroup]) -> None:
+        """Count groups that are trained."""
         self.trained.update(units(groups))
-        self.tokens["trained"] += tokens
+        self.tokens["trained"] += sum(group.tokens for group in groups)
 
-    def restore(
-        self,
-        issued: dict[str, int],
-        trained: dict[str, int],
-        tokens: dict[str, int],
-        rejected: dict[str, dict[str, int]],
-        requeued: int,
-    ) -> None:
+    def restore(self, state: BufferState) -> None:
         """Go on with the counts of a saved state."""
-        self.issued = Counter(issued)
-        self.trained = Counter(trained)
-        self.tokens = Counter(tokens)
-        self.rejected.update({reason: Counter(counts) for reason, counts in rejected.items()})
-        self.requeued = requeued
+        self.issued = Counter(state.issued)
+        self.trained = Counter(state.trained)
+        self.tokens = Counter(state.tokens)
+        self.rejected.update({reason: Counter(counts) for reason, counts in state.rejected.items()})
+        self.requeued = state.requeued
 
-    def places(
-        self, running: Collection[Counted], ready: Collection[Counted], training: Collection[Counted]
-    ) -> dict[str, StateCounts]:
-        """Count prompts, groups and trajectories by state. Running, ready and training are counted from the groups, not
-        incrementally."""
-        held = [units(groups) for groups in (running, ready, training)]
+    def places(self) -> dict[str, StateCounts]:
+        """Count prompts, groups and trajectories by state."""
+        running, ready, training = (units(groups) for groups in self._held())
         return {
             kind: StateCounts(
                 self.issued[kind],
-                *(one[kind] for one in held),
+                running[kind],
+                ready[kind],
+                training[kind],
                 self.trained[kind],
                 {reason: counts[kind] for reason, counts in self.rejected.items()},
             )
@@ -174,23 +159,16 @@ class Books:
         }
 
     def ledger(
-        self,
-        places: Mapping[str, StateCounts],
-        held: int,
-        drawn: int,
-        received: Mapping[str, int],
-        running: int,
-        late: int,
-        retried: dict[str, int],
+        self, drawn: int, received: Mapping[str, int], running: int, late: int, retried: dict[str, int] | None = None
     ) -> Ledger:
         """Return the ledger: these counts, and those that were taken at the source.
 
-        places: those of all groups, which hold so many tokens (`held`) while they are ready or in training
         drawn: prompts
         received: tokens by purpose; of those for training, `running` are of running groups, and `late` came for groups
             that had ended
         retried: requests that were continued after an interruption, by cause
         """
+        places, (_, ready, training) = self.places(), self._held()
         return Ledger(
             prompts=replace(places["prompts"], issued=drawn),
             groups=places["groups"],
@@ -198,14 +176,14 @@ class Books:
             tokens=TokenCounts(
                 generated=received.get("training", 0),
                 running=running,
-                held=held,
+                held=sum(group.tokens for group in (*ready, *training)),
                 trained=self.tokens["trained"],
                 rejected=self.tokens["rejected"],
                 discarded=self.tokens["discarded"] + late,
             ),
             events=EventCounts(
                 self.requeued,
-                retried,
+                retried or {},
                 evaluation_tokens=received.get("evaluation", 0),
                 past_tokens=received.get("past", 0),
             ),

@@ -145,7 +145,7 @@ class Run:
     def _ledger(self) -> Ledger:
         books = self.books
         received = {"training": books["generated"]}
-        ledger = self.buffer.ledger(books["issued"], received, sum(self.received.values()), books["late"])
+        ledger = self.buffer.books.ledger(books["issued"], received, sum(self.received.values()), books["late"])
         ledger.check()
         return ledger
 

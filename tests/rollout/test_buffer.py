@@ -111,17 +111,17 @@ def test_one_batch_is_taken_ahead_of_its_version() -> None:
     assert [one.slot for one in buffer.take() or []] == [0, 1]
     assert [one.slot for one in buffer.take(1) or []] == [2]  # version 1 is being published
     buffer.publish(1)
-    assert (buffer.groups().training, buffer.groups().trained) == (1, 2)
+    assert (buffer.books.places()["groups"].training, buffer.books.places()["groups"].trained) == (1, 2)
     with pytest.raises(ValueError, match="version 2 published after version 1, 1 batches taken"):
         buffer.publish(2)  # a part of its batch is not taken
     assert [one.slot for one in buffer.take() or []] == [3]
     assert [one.slot for one in buffer.training] == [2, 3]
     assert [one.slot for one in buffer.take() or []] == [4, 5]
     assert buffer.take() is None  # two versions ahead
-    assert (buffer.version, buffer.step, buffer.groups().training) == (1, 3, 4)
+    assert (buffer.version, buffer.step, buffer.books.places()["groups"].training) == (1, 3, 4)
     for version in (2, 3):
         buffer.publish(version)
-    assert (buffer.groups().training, buffer.groups().trained) == (0, 6)
+    assert (buffer.books.places()["groups"].training, buffer.books.places()["groups"].trained) == (0, 6)
 
 
 def test_without_a_lead_nothing_is_taken_ahead() -> None:
@@ -250,7 +250,7 @@ def test_no_batch_waits_for_a_replacement_of_the_newest_cohort() -> None:
     buffer.reject(tickets[0], "no_signal")
     late = buffer.admit()
     assert late == Ticket(slot=4, born=0, cohort=1)
-    assert buffer.ledger(0, {}, 0, 0).events.requeued == 1
+    assert buffer.books.ledger(0, {}, 0, 0).events.requeued == 1
     assert buffer.admit() is None  # as many as before are under way
     for ticket in tickets[1:3]:
         buffer.commit(ticket, group(ticket.slot))
@@ -314,7 +314,7 @@ def test_overdue_commit_does_not_evict_its_replacement() -> None:
     with pytest.raises(ValueError, match="is not running"):
         buffer.commit(other, group(0))
     buffer.commit(replacement, group(1))
-    assert buffer.groups().ready == 1
+    assert buffer.books.places()["groups"].ready == 1
 
 
 def test_one_batch_at_a_time_and_its_version_is_published() -> None:

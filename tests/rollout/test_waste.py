@@ -78,8 +78,8 @@ def test_seats_of_a_cohort_go_to_the_first_that_end() -> None:
     assert buffer.unwanted() == [(tickets[2], SURPLUS)]
     assert buffer.unwanted() == []
     buffer.commit(tickets[2], group(2, tokens=5))  # it ended before it could be stopped
-    assert buffer.groups().rejected == {"judge": 1, SURPLUS: 1}
-    assert buffer.ledger(0, {}, 0, 0).tokens.rejected == 10
+    assert buffer.books.places()["groups"].rejected == {"judge": 1, SURPLUS: 1}
+    assert buffer.books.ledger(0, {}, 0, 0).tokens.rejected == 10
     taken = buffer.take()
     assert taken is not None
     assert [one.slot for one in taken] == [1, 3]
@@ -98,7 +98,7 @@ def test_batch_leaves_a_straggler_whose_seat_moves() -> None:
     assert [ticket.cohort for ticket in admitted(buffer)] == [1]  # as many as before are under way
     buffer.publish(1)
     assert [ticket.cohort for ticket in admitted(buffer)] == [2, 2]
-    assert buffer.groups().rejected == {OVER_AGE: 1}
+    assert buffer.books.places()["groups"].rejected == {OVER_AGE: 1}
 
 
 def test_group_of_a_dropped_cohort_that_ends_late_is_over_age() -> None:
@@ -107,7 +107,7 @@ def test_group_of_a_dropped_cohort_that_ends_late_is_over_age() -> None:
     buffer.commit(second, group(1))
     buffer.take()
     buffer.commit(first, group(0))
-    assert buffer.groups().rejected == {OVER_AGE: 1}
+    assert buffer.books.places()["groups"].rejected == {OVER_AGE: 1}
 
 
 def test_hook_chooses_only_among_what_need_not_go_yet() -> None:

@@ -30,6 +30,6 @@ def replayed(*events: Any) -> CohortBuffer:
 
 def test_groups_that_a_higher_lead_admitted_are_admitted_again() -> None:
     buffer = replayed(FIRST, Adjusted(1, 0.0), SECOND)
-    assert (buffer.lead, buffer.groups().running) == (1, 2)
+    assert (buffer.lead, buffer.books.places()["groups"].running) == (1, 2)
     with pytest.raises(RecordError, match="the buffer admits None"):
         replayed(FIRST, SECOND)
