@@ -17,9 +17,8 @@ Packs refer to tokens by row.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -200,23 +199,6 @@ def _turns(table: TokenTable) -> TurnTable:
     )
 
 
-def joined(tables: Sequence[TrainingTable]) -> TrainingTable:
-    """Return one table with the rows of all of these, in order."""
-    shifts, parts = Counter[str](), list[TrainingTable]()
-    for table in tables:
-        sizes = Counter(sample=table.num_samples, episode=table.num_episodes, group=table.num_groups)
-        sizes += Counter({name: int(getattr(table, name).max()) + 1 for name in NUMBERS if table.num_tokens})
-        parts.append(replace(table, **{name: getattr(table, name) + shifts[name] for name in (*sizes, *NUMBERS)}))
-        shifts += sizes
-    columns: dict[str, Any] = {}
-    for name in parts[0].columns():
-        found = [column for part in parts if (column := part.columns()[name]) is not None]
-        columns[name] = torch.cat(found) if len(found) == len(parts) else None
-    return TrainingTable(**columns)
-
-
-NUMBERS = ("context", "state")
-"""Columns of tokens that number something within the table."""
 WHOLE = ("episode", "group", "reward", "truncated")
 """Columns of samples and episodes."""
 

@@ -274,16 +274,6 @@ class Fleet:
             for mode in ("retract", "abort"):  # "abort" skips a frozen batch, so first retract it to the queue
                 self.post(url, "/pause_generation", {"mode": mode}, PROBE_SECONDS)
 
-    def lose_the_dead(self) -> None:
-        """Probe every engine's scheduler, and lose those that do not answer in time: the first one alone at first,
-        because others may wait for it in a broadcast, and answer when it is killed."""
-        for most in (1, 1, 1, None):
-            _, problems = self.settle(self.begin(lambda url: self.get(url, "/server_info", PROBE_SECONDS), self.urls))
-            if not problems:
-                return
-            for url, problem in list(problems.items())[:most]:
-                self.lose(url, str(problem))
-
     def adopt(self, serving: Sequence[str], joining: Sequence[str], changes: int) -> None:
         """Adopt rank 0's view of the fleet. It may include engines that this rank has lost before."""
         self.serving = list(serving)

@@ -8,12 +8,20 @@ estimate over the true count, before that of the last part is added.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+
+import torch
 
 from asyncrl.algo.samples import denominator
-from asyncrl.algo.table import TrainingTable, joined
+from asyncrl.algo.table import TrainingTable
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.microbatches import TokenAccumulator
+
+NUMBERS = ("context", "state")
+"""Columns of tokens that number something within the table."""
 
 
 class BatchParts:
@@ -58,3 +66,18 @@ class BatchParts:
     @property
     def _estimate(self) -> int:
         return max(1, self._counts[0]) * self._parts
+
+
+def joined(tables: Sequence[TrainingTable]) -> TrainingTable:
+    """Return one table with the rows of all of these, in order."""
+    shifts, parts = Counter[str](), list[TrainingTable]()
+    for table in tables:
+        sizes = Counter(sample=table.num_samples, episode=table.num_episodes, group=table.num_groups)
+        sizes += Counter({name: int(getattr(table, name).max()) + 1 for name in NUMBERS if table.num_tokens})
+        parts.append(replace(table, **{name: getattr(table, name) + shifts[name] for name in (*sizes, *NUMBERS)}))
+        shifts += sizes
+    columns: dict[str, Any] = {}
+    for name in parts[0].columns():
+        found = [column for part in parts if (column := part.columns()[name]) is not None]
+        columns[name] = torch.cat(found) if len(found) == len(parts) else None
+    return TrainingTable(**columns)

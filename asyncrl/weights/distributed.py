@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from asyncrl.engine.fleet import Answer, CallRefused, Calls, Fleet
+from asyncrl.engine.fleet import PROBE_SECONDS, Answer, CallRefused, Calls, Fleet
 from asyncrl.errors import AsyncRLError, EngineError
 from asyncrl.network.ports import free_port
 from asyncrl.weights.bucket import Bucket
@@ -64,7 +64,7 @@ class DistributedTransport(Transport):
             if not problem:
                 return
             self._leave(broken=True)
-            self._fleet.lose_the_dead()
+            lose_the_dead(self._fleet)
         raise EngineError(f"{ATTEMPTS} broadcasts of a bucket failed although the engines are alive: {problem}")
 
     def _attempt(self, flat: Tensor, body: Answer, *, last: bool) -> str:
@@ -202,3 +202,14 @@ def group_beside_the_default(
         raise EngineError(f"the engines did not join the group {name} within {timeout} s: {error}") from None
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
     return group
+
+
+def lose_the_dead(fleet: Fleet) -> None:
+    """Probe every engine's scheduler, and lose those that do not answer in time: the first one alone at first, because
+    others may wait for it in a broadcast, and answer when it is killed."""
+    for most in (1, 1, 1, None):
+        _, problems = fleet.settle(fleet.begin(lambda url: fleet.get(url, "/server_info", PROBE_SECONDS), fleet.urls))
+        if not problems:
+            return
+        for url, problem in list(problems.items())[:most]:
+            fleet.lose(url, str(problem))

@@ -14,6 +14,7 @@ from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import EngineError
 from asyncrl.network.addresses import Access
+from asyncrl.weights.distributed import lose_the_dead
 from tests.fakes import JsonHandler
 
 UPDATE = [
@@ -165,7 +166,7 @@ def test_engine_that_is_gone_is_lost(engines, fleet) -> None:
 def test_engines_that_all_live_are_probed_once(engines, fleet, monkeypatch) -> None:
     probed = []
     monkeypatch.setattr(fleet, "get", lambda url, *_: probed.append(url))
-    fleet.lose_the_dead()
+    lose_the_dead(fleet)
     assert sorted(probed) == sorted(engine.url for engine in engines)
     assert not fleet.lost
 
