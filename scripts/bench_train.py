@@ -271,7 +271,7 @@ def per_parameter(folder: Path) -> dict[str, float]:
 
     model = Model(folder, json.loads((folder / "config.json").read_text())["dtype"])
     from asyncrl.algo.pack import pack
-    from asyncrl.trainer import model as megatron
+    from asyncrl.trainer.network import forward, head_weight
 
     packs = [pack([[Sample([1], [2], [True], 0, 0)]])]
     wrapped, weights = model.network.wrapped[0], torch.ones(1)
@@ -280,8 +280,8 @@ def per_parameter(folder: Path) -> dict[str, float]:
     def plain() -> None:
         """Run only forward and backward, and drop the gradients."""
         chunk = getattr(wrapped.module, "module", wrapped.module)  # with bfloat16 Megatron adds another wrapper
-        hidden = megatron.forward(wrapped.module, chunk, packs[0])[0]
-        torch.autograd.grad((hidden @ megatron.head_weight(chunk).t()).float().logsumexp(-1).sum(), inner)
+        hidden = forward(wrapped.module, chunk, packs[0])[0]
+        torch.autograd.grad((hidden @ head_weight(chunk).t()).float().logsumexp(-1).sum(), inner)
 
     fresh = [torch.zeros(p.shape) for p in inner]
     for p in fresh:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from asyncrl.algo.pack import Pack
 from asyncrl.config import TrainerConfig
 from asyncrl.models.architectures import check_architecture, megatron_arguments, rope_axes, unscaled
 from asyncrl.models.families import family_of
@@ -298,38 +296,3 @@ def _use_own_modules(layer: ModuleSpec, config: TransformerConfig, hf: dict[str,
 def padded_vocab(vocab: int, tp: int) -> int:
     """Round the vocabulary up so that every rank has the same number of columns."""
     return -(-vocab // tp) * tp
-
-
-def forward(
-    wrapped: torch.nn.Module,
-    model: GPTModel,
-    pack: Pack,
-    route: Callable[[], None] = lambda: None,
-    images: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Return the hidden states: [1, U, H] of the rows that predict a token on the last stage, [N, 1, H] on earlier
-    stages. `wrapped` is `model` in its DDP wrapper; `route` sets the experts of the routers that replay others;
-    `images` are those of ImageEmbedding."""
-
-    def prepare() -> None:
-        for one in model.ropes:
-            one.positions = pack.own_positions if pack.rope is None else pack.rope
-        if model.post_process:
-            model.output_layer.rows = pack.logit_rows
-        if model.pre_process:
-            model.embedding.images = images
-        route()
-
-    precision = {"fp32_output": False} if model.config.bf16 else {}  # Float16Module would copy the hidden states
-    with recompute.micro_batch(prepare):
-        # The pack is passed as the attention mask.
-        out: Tensor = wrapped(pack.token_ids[None], pack.own_positions[None], pack, **precision)
-    return out
-
-
-def head_weight(model: GPTModel) -> Tensor:
-    """Return the weight by which the last stage multiplies hidden states, [V / tp, H]: the embedding if they are tied
-    (a copy if another stage holds it)."""
-    tied = model.share_embeddings_and_output_weights
-    weight: Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
-    return weight

@@ -24,7 +24,7 @@ from asyncrl.config.roles import POLICY
 from asyncrl.models.architectures import routing_shape
 from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.parallel import Parallel
-from asyncrl.trainer import lora
+from asyncrl.trainer import lora, recompute
 from asyncrl.trainer import model as megatron
 from asyncrl.trainer.gradients import collect, gradient_buffer
 from asyncrl.trainer.head import Head
@@ -298,10 +298,10 @@ class Network:
                 for block in () if forward_only else self.around_forward:
                     around.enter_context(block())
                 if self.routing:
-                    out = megatron.forward(model, inner, batch, self.routing.before(inner, batch))
+                    out = forward(model, inner, batch, self.routing.before(inner, batch))
                     self.routing.after(inner, batch)
                 else:
-                    out = megatron.forward(model, inner, batch, images=images)
+                    out = forward(model, inner, batch, images=images)
             return out, loss_function
 
         interleaved = len(self.wrapped) > 1
@@ -316,7 +316,7 @@ class Network:
         )
 
     def _head(self, model: GPTModel, hidden: Tensor) -> Head:
-        rows, weight = self._trainer.logit_rows, megatron.head_weight(model)
+        rows, weight = self._trainer.logit_rows, head_weight(model)
         return Head(hidden, weight, self.hf["vocab_size"], rows, self._parallel, self._forbidden)
 
     def _columns(self, ids: list[int]) -> Tensor | None:
@@ -336,6 +336,41 @@ def _by_adapter(groups: Groups, adapters: Sequence[str]) -> list[tuple[str, Grou
             if mine := [sample for sample in group if sample.adapter == name]:
                 own.append(mine)
     return [(name, own) for name, own in found.items() if own] or [(adapters[0], groups)]
+
+
+def forward(
+    wrapped: torch.nn.Module,
+    model: GPTModel,
+    pack: Pack,
+    route: Callable[[], None] = lambda: None,
+    images: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Return the hidden states: [1, U, H] of the rows that predict a token on the last stage, [N, 1, H] on earlier
+    stages. `wrapped` is `model` in its DDP wrapper; `route` sets the experts of the routers that replay others;
+    `images` are those of ImageEmbedding."""
+
+    def prepare() -> None:
+        for one in model.ropes:
+            one.positions = pack.own_positions if pack.rope is None else pack.rope
+        if model.post_process:
+            model.output_layer.rows = pack.logit_rows
+        if model.pre_process:
+            model.embedding.images = images
+        route()
+
+    precision = {"fp32_output": False} if model.config.bf16 else {}  # Float16Module would copy the hidden states
+    with recompute.micro_batch(prepare):
+        # The pack is passed as the attention mask.
+        out: Tensor = wrapped(pack.token_ids[None], pack.own_positions[None], pack, **precision)
+    return out
+
+
+def head_weight(model: GPTModel) -> Tensor:
+    """Return the weight by which the last stage multiplies hidden states, [V / tp, H]: the embedding if they are tied
+    (a copy if another stage holds it)."""
+    tied = model.share_embeddings_and_output_weights
+    weight: Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    return weight
 
 
 def _mark_experts(chunk: torch.nn.Module) -> None:

@@ -32,6 +32,7 @@ from asyncrl.algo.pack import Pack, pack  # noqa: E402
 from asyncrl.config import TrainerConfig  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.trainer import model as megatron  # noqa: E402
+from asyncrl.trainer.network import forward, head_weight  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.weights.export import save_hf  # noqa: E402
 from asyncrl.weights.layouts import dims_of  # noqa: E402
@@ -67,14 +68,14 @@ class Rank:
 
             def loss_function(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 hidden = copy_to_tensor_model_parallel_region(hidden[0][one.row_of_target])
-                mine = hidden @ megatron.head_weight(self.model).t()
+                mine = hidden @ head_weight(self.model).t()
                 found.append(self._whole(mine.detach()))
                 start = self.parallel.tp_rank * mine.shape[1]
                 factor_here = factor[:, start : start + mine.shape[1]]
                 loss = (mine[:, : factor_here.shape[1]] * factor_here).sum()
                 return loss, torch.zeros((), dtype=torch.int), {}
 
-            return megatron.forward(wrapped, self.model, one), loss_function
+            return forward(wrapped, self.model, one), loss_function
 
         self.wrapped.zero_grad_buffer()
         get_forward_backward_func()(

@@ -14,6 +14,7 @@ from pathlib import Path
 from asyncrl.algo.pack import pack
 from asyncrl.config import TrainerConfig
 from asyncrl.trainer import model as megatron
+from asyncrl.trainer.network import forward
 from asyncrl.trainer.parallel import initialize
 from asyncrl.weights.names import local_name
 from tests.integration.families import groups
@@ -38,7 +39,7 @@ def main(folder: Path) -> None:
         for parameter in model.parameters():
             parameter.main_grad = parameter.data.new_zeros(parameter.shape)
             parameter.grad_added_to_main_grad = False
-        megatron.forward(model, model, pack(groups())).sum().backward()
+        forward(model, model, pack(groups())).sum().backward()
         fused = {n for n, p in model.named_parameters() if p.grad_added_to_main_grad}
         assert fused == {n for n in te if re.search(r"\.linear_\w+\.weight\d*$", n)}, name
         calls[name] = dict(CALLS)
