@@ -21,7 +21,7 @@ from asyncrl.launch.checks.machines import check_devices  # noqa: E402
 from asyncrl.launch.placement import Placement, imagined, place  # noqa: E402
 from asyncrl.launch.plan import plan  # noqa: E402
 from asyncrl.trainer import gpu_sharing  # noqa: E402
-from asyncrl.weights.publish import build_transport  # noqa: E402
+from asyncrl.weights.transports import build_transport  # noqa: E402
 from tests.fakes import ALONE, JOB, addresses, tiny_config  # noqa: E402
 
 COLOCATED = {
