@@ -21,6 +21,7 @@ from asyncrl.rollout import server as module
 from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.groups import ConcurrencyLimiter
 from asyncrl.rollout.ledger import Ledger, TokenCounts
+from asyncrl.rollout.serving import serve
 from asyncrl.schema import decode_batch
 from tests.rollout.service import Site, at
 
@@ -42,7 +43,7 @@ def test_an_error_of_the_rollouts_closes_all_connections() -> None:
             raise RuntimeError("of the rollouts")
 
         url = f"http://127.0.0.1:{port}"
-        serving = asyncio.create_task(module.serve(site.server, url, roll_out(), None))
+        serving = asyncio.create_task(serve(site.server, url, roll_out(), None))
         while True:  # until the server listens
             try:
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
