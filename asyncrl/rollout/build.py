@@ -189,7 +189,7 @@ class RolloutParts:
                 since = range(self._since.start, self.groups.published_version + 1)  # also announced meanwhile
                 self.evaluations.go_on(self._resumed.evaluated, since, running=self._resumed.evaluating)
             working.create_task(self.worker.run(self._outstanding))
-            working.create_task(self.server.keep_regularly())
+            working.create_task(self.server.keeper.keep_regularly())
             working.create_task(self.limiter.watch(self.loads.ask, inflight.take_needed, lambda: inflight.holding))
 
     async def _engines_ready(self) -> None:

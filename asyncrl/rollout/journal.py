@@ -13,19 +13,29 @@ on failure    (a full disk) a warning, and nothing more is kept: the next death 
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.checkpoints.store import CheckpointStore
+from asyncrl.engine.inflight import InFlight
 from asyncrl.errors import RecordError
+
+if TYPE_CHECKING:
+    from asyncrl.rollout.snapshot import GroupsState, ResumableGroups
 
 FOLDER = "journal"
 STATE, SERVED = "state", "served"
 KEPT = 2
 """Checkpoints whose batches are kept: the newest one may turn out to be damaged."""
+KEEP_SECONDS, KEEP_SHARE = 5.0, 0.02
+"""Seconds between two snapshots for the journal, and the largest share of the event loop's time: what was generated
+since the newest one is lost if this process dies."""
 
 
 @dataclass(frozen=True)
@@ -124,3 +134,54 @@ class Journal(NoJournal):
 
     def _name(self, version: int, part: int) -> str:
         return f"{version:08d}-{part:04d}"
+
+
+class StateKeeper:
+    """Takes snapshots of the rollouts, for the journal and for checkpoints."""
+
+    def __init__(
+        self,
+        groups: ResumableGroups,
+        inflight: InFlight,
+        journal: NoJournal,
+        save: Callable[[GroupsState, int], bytes] | None,
+        number: int,
+    ) -> None:
+        """`save` encodes a snapshot that includes the state, and its number; without it none is taken. `number` is that
+        of the snapshot with which this process has begun."""
+        self._groups = groups
+        self._inflight = inflight
+        self._journal = journal
+        self._save = save
+        self._number = number
+        self.lock = asyncio.Lock()  # no snapshot is taken within a publish
+
+    async def snapshot(self, version: int) -> bytes | None:
+        """Return a snapshot for a checkpoint, after everything recorded so far is flushed; None unless this version is
+        published and its batch not begun."""
+        await self._inflight.gathered()
+        if self._save is None or not self._groups.between_batches(version):
+            return None
+        data = self._save(self._groups.state(), 0)
+        await self._groups.saved(version)
+        return data
+
+    async def keep(self) -> float:
+        """Write down the state for the case that this process dies. Returns the event loop's seconds."""
+        if self._save is None or not self._journal.enabled:
+            return 0.0
+        async with self.lock:
+            await self._inflight.gathered()
+            began = time.thread_time()
+            self._number += 1
+            data = self._save(self._groups.state(), self._number)
+            spent = time.thread_time() - began
+            await self._groups.saved(self._groups.published_version, self._number)
+            await asyncio.to_thread(self._journal.keep_state, data)
+        return spent
+
+    async def keep_regularly(self) -> None:
+        """Write down the state from time to time, until cancelled."""
+        while True:
+            spent = await self.keep()
+            await asyncio.sleep(max(KEEP_SECONDS, spent / KEEP_SHARE))

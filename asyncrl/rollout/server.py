@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -45,13 +44,10 @@ from asyncrl.errors import AsyncRLError, described
 from asyncrl.network.addresses import times_restarted
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import WrongBatch
-from asyncrl.rollout.journal import NoJournal
+from asyncrl.rollout.journal import NoJournal, StateKeeper
 from asyncrl.rollout.snapshot import GroupsState, ResumableGroups
 from asyncrl.schema import encode
 
-KEEP_SECONDS, KEEP_SHARE = 5.0, 0.02
-"""Seconds between two snapshots for the journal, and the largest share of the event loop's time: what was generated
-since the newest one is lost if this process dies."""
 POLL_SECONDS = 2.0
 """Between two polls a waiting trainer checks for restarted engines and routers (Fleet.reconcile)."""
 
@@ -80,9 +76,7 @@ class RolloutServer:
         self._journal = journal
         self._api_key = api_key
         self._drain = drain
-        self._save = save
-        self._keeping = asyncio.Lock()  # no snapshot is taken within a publish
-        self._number = number
+        self.keeper = StateKeeper(groups, inflight, journal, save, number)
         self.starting = ""
         """What the start waits for; empty once rollouts run."""
         self.more: list[Route] = []
@@ -113,31 +107,12 @@ class RolloutServer:
         key = version, part
         if key not in self._encoded:
             data = encode(batch)
-            await asyncio.to_thread(self._journal.keep, version, part, data)
-            await self._keep_state()
+            if self._journal.enabled:
+                await asyncio.to_thread(self._journal.keep, version, part, data)
+                await self.keeper.keep()
             if key not in self._encoded:  # for another request, meanwhile
                 self._encoded = {key: data}
         return Response(self._encoded[key], media_type="application/msgpack")
-
-    async def _keep_state(self) -> float:
-        """Write down the state for the case that this process dies. Returns the event loop's seconds."""
-        if self._save is None or not self._journal.enabled:
-            return 0.0
-        async with self._keeping:
-            await self.inflight.gathered()
-            began = time.thread_time()
-            self._number += 1
-            data = self._save(self.groups.state(), self._number)
-            spent = time.thread_time() - began
-            await self.groups.saved(self.groups.published_version, self._number)
-            await asyncio.to_thread(self._journal.keep_state, data)
-        return spent
-
-    async def keep_regularly(self) -> None:
-        """Write down the state from time to time, until cancelled."""
-        while True:
-            spent = await self._keep_state()
-            await asyncio.sleep(max(KEEP_SECONDS, spent / KEEP_SHARE))
 
     async def hold(self, _: Request) -> Response:
         """Hold new requests back; in a drain, wait up to POLL_SECONDS until those in flight are answered."""
@@ -152,7 +127,7 @@ class RolloutServer:
         """Record that a version is published. Return which adapters are in use."""
         told = await request.json()
         version = int(told["version"])
-        async with self._keeping:
+        async with self.keeper.lock:
             if await self.groups.published(version):
                 self._encoded = {key: data for key, data in self._encoded.items() if key[0] >= version}
                 if self._evaluations:
@@ -167,11 +142,8 @@ class RolloutServer:
     async def snapshot(self, request: Request) -> Response:
         """Return the whole rollout state, after everything recorded so far is flushed."""
         version = int((await request.json())["version"])
-        await self.inflight.gathered()
-        if self._save is None or not self.groups.between_batches(version):
+        if (data := await self.keeper.snapshot(version)) is None:
             return PlainTextResponse(f"version {version} is not the newest, or its batch has begun", status_code=409)
-        data = self._save(self.groups.state(), 0)
-        await self.groups.saved(version)
         return Response(data, media_type="application/msgpack")
 
     async def status(self, _: Request) -> Response:

@@ -127,7 +127,7 @@ class Mortal:
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app=self.made.server.app()), base_url="http://service", headers=KEY
         )
-        working = [self.made.worker.run(self.made.outstanding), self.made.server.keep_regularly()]
+        working = [self.made.worker.run(self.made.outstanding), self.made.server.keeper.keep_regularly()]
         self.tasks: list[asyncio.Task[Any]] = [asyncio.create_task(one) for one in working]
 
     async def end(self) -> None:
