@@ -281,9 +281,9 @@ def break_a_count(site: Site, kind: str) -> None:
     elif kind == "tokens":
         site.client.tokens["training"] += 3
     elif kind == "trajectories":
-        site.groups._buffer._issued["trajectories"] += 2
+        site.groups._buffer.books.issued["trajectories"] += 2
     else:
-        site.groups._buffer._trained["groups"] += 1
+        site.groups._buffer.books.trained["groups"] += 1
 
 
 @pytest.mark.parametrize(
