@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from asyncrl.launch.plan import ProcessSpec
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
-    from asyncrl.observability.timeline import Record
+    from asyncrl.observability.timeline import Record, RecordListener
     from asyncrl.rollout.groups import ConcurrencyLimiter
     from asyncrl.rollout.parts import PlaysEpisodes
     from asyncrl.rollout.reporters import RolloutRun
@@ -356,7 +356,8 @@ class RolloutHooks:
         recorded (rollout/recorder.py)."""
 
     def record(self, record: Record) -> None:
-        """Listen to a group, batch or publish that has ended (observability/timeline.py). Called for each."""
+        """Listen to a group, a batch, a publish or a phase of this process that has ended (observability/timeline.py).
+        Called for each."""
 
     def figures(self) -> dict[str, float]:
         """Return metrics since the previous batch. Called when the trainer takes a batch."""
@@ -511,6 +512,11 @@ class Extension:
         """Return fields of summary.json. `figures` are those of the core. Called once in the first trainer rank, after
         the last batch."""
         return {}
+
+    def phases(self, config: Config, run_dir: Path, process: str, warn: Callable[[str], None]) -> RecordListener | None:
+        """Return what receives the phases of a process, such as "trainer 0"; None if nothing does. Called once in each
+        trainer rank, and in the launcher when it starts a process again. `warn` takes a text."""
+        return None
 
     def rollout(self) -> RolloutHooks:
         """Return the hooks in the rollout process. Called there once (rollout/build.py)."""

@@ -64,6 +64,8 @@ MOVED_SETTINGS = {
     "rollout.curriculum": "curriculum.function",
     "cluster.on_trainer_death": "cluster.on_death",
     "metrics.sinks": "sinks.names",
+    "metrics.timeline": "timelines.record",
+    "metrics.timeline_share": "timelines.share",
     **{f"metrics.{name}": f"sinks.{name}" for name in ("episodes", "wandb", "mlflow")},
     **{f"cluster.{name}": f"slurm.{name}" for name in (*_SLURM, "start_timeout", "lost_timeout")},
 }

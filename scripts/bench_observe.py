@@ -37,10 +37,11 @@ sys.path.insert(0, str(ROOT))
 
 from asyncrl.extensions.observe.otlp import ROUTER  # noqa: E402
 from asyncrl.extensions.observe.spans import trace_id  # noqa: E402
-from asyncrl.extensions.reading.timelines import TimelineReader  # noqa: E402
-from asyncrl.observability import timeline  # noqa: E402
+from asyncrl.extensions.timelines import files  # noqa: E402
+from asyncrl.extensions.timelines.files import EngineSpan, Started  # noqa: E402
+from asyncrl.extensions.timelines.reader import TimelineReader  # noqa: E402
 from asyncrl.observability.intervals import Activity, request  # noqa: E402
-from asyncrl.observability.timeline import EngineSpan, GroupTimeline, ProcessSpan, Started  # noqa: E402
+from asyncrl.observability.timeline import GroupTimeline, ProcessSpan  # noqa: E402
 from scripts import machine, metrics_parts, page_parts  # noqa: E402
 
 TINY = ["experiment=tiny", "metrics.console=false", "eval.questions=16"]
@@ -97,10 +98,10 @@ def interval_seconds(count: int = 20_000) -> float:
 def phase_seconds(count: int = 20_000) -> float:
     """Return the CPU seconds of writing one span of a trainer, with those of the writer's thread."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-observe-") as folder:
-        writer = timeline.TimelineWriter(Path(folder), "trainer 0", print)
+        writer = files.TimelineWriter(Path(folder), "trainer 0", print)
         began = time.process_time()
         for number in range(count):
-            writer.phase("forward", number, 1e9 + number, 1e9 + number + 0.5)
+            writer.record(ProcessSpan("trainer 0", "forward", 1e9 + number, 1e9 + number + 0.5, number))
         writer.close()
         return (time.process_time() - began) / count
 
@@ -115,8 +116,8 @@ def overhead(folder: Path, *, quick: bool, settings: list[str]) -> Figures:
     share = (len(lines) - 1) / len(lines)  # of what is recorded between the first and the last step
     appended = share * interval_seconds() * sum(len(one.intervals) for one in episodes)
     phases = share * phase_seconds() * sum(isinstance(record, ProcessSpan) for record in records)
-    spent = sum(line["time/timeline"] for line in lines[1:]) + appended + phases
-    size = sum(file.stat().st_size for file in (folder / timeline.FOLDER / timeline.ROLLOUT).iterdir())
+    spent = sum(line["time/timeline"] + line["timelines/time"] for line in lines[1:]) + appended + phases
+    size = sum(file.stat().st_size for file in (folder / files.FOLDER / files.ROLLOUT).iterdir())
     return {
         "span_overhead": spent / cpu,
         "interval_us": interval_seconds() * 1e6,

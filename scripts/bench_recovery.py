@@ -38,7 +38,7 @@ import psutil
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from asyncrl.extensions.reading.timelines import TimelineReader  # noqa: E402
+from asyncrl.extensions.timelines.reader import TimelineReader  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.observability.timeline import ProcessSpan  # noqa: E402
 from scripts import machine  # noqa: E402

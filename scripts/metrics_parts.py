@@ -22,10 +22,9 @@ from asyncrl import jsonl
 from asyncrl.config import read
 from asyncrl.engine.loads import SCRAPE_SECONDS
 from asyncrl.extensions.observe.exposition import PrometheusMetrics
-from asyncrl.extensions.reading import timelines
 from asyncrl.extensions.sinks.sinks import Sinks
+from asyncrl.extensions.timelines import files, reader
 from asyncrl.network.addresses import Addresses
-from asyncrl.observability import timeline
 from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSpan
 
 SCRAPE_CPU = 0.008
@@ -40,7 +39,7 @@ def measure(run: Path, spent: float) -> dict[str, float]:
     addresses = Addresses.read(run)
     exposed, status = PrometheusMetrics(run, addresses, "bench"), json.loads((run / "status.json").read_text())
     exposed.now = lambda: status
-    for _, records in timelines.read(run, timeline.ROLLOUT):
+    for _, records in reader.read(run, files.ROLLOUT):
         for record in records:
             exposed(record)
     milliseconds = {

@@ -39,7 +39,6 @@ from asyncrl.models.catalog import resolve
 from asyncrl.network.addresses import Access, Addresses
 from asyncrl.network.ports import free_port
 from asyncrl.observability.intervals import DECODE, PREFILL
-from asyncrl.observability.timeline import ROLLOUT, TimelineWriter
 from asyncrl.records.writer import RECORDS, Writer
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.episode import EpisodeTimeouts
@@ -129,14 +128,13 @@ async def measure(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         address = f"http://127.0.0.1:{free_port('127.0.0.1')}"
         playing: Any = await _players(engines, tokens, address, coalesce)
-        timeline = TimelineWriter(folder, ROLLOUT, print)
         config, built, template = questions(len(engines))
         (name,) = built
         run = RolloutRun(config, addresses(address), folder, warn, built)
         hooks = [one.rollout() for one in lookup.active(config).values()]
         for one in hooks:
             one.start(run)
-        timelines = Timelines([one.record for one in hooks], timeline)
+        timelines = Timelines([one.record for one in hooks])
         writer: Writer | None = Writer(folder / RECORDS) if record else None
         recorder = Recorder(writer)
         groups = ResumableGroups(CohortBuffer(batch, 2), playing.client, timelines=timelines, recorder=recorder)
@@ -178,7 +176,8 @@ async def measure(
                 told = [json.loads((await process.communicate())[0]) for process in started]
                 found["worker_cpu_us"] = sum(one["cpu"] for one in told) / sum(one["requests"] for one in told) * 1e6
                 found["worker_rss"] = max(one["rss"] for one in told)
-        timeline.close()
+        for one in hooks:
+            await one.close()
         if writer:
             writer.close()
         return found

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.observability import timeline
+from asyncrl.extensions.timelines import files
+from asyncrl.extensions.timelines.files import Record
 from asyncrl.observability.intervals import AGENT, DECODE, PREFILL, QUEUED, REWARD, TOOL, WAITING, Interval
 from asyncrl.observability.timeline import (
     ROLLOUT,
@@ -22,7 +23,6 @@ from asyncrl.observability.timeline import (
     GroupTimeline,
     ProcessSpan,
     PublishTimeline,
-    Record,
 )
 from asyncrl.records.events import Admitted, Committed, Event, Taken, packed, scored
 from asyncrl.records.writer import RECORDS, TRAINER, Writer
@@ -60,7 +60,7 @@ class SyntheticRun:
         self._random = random.Random(plan.seed)
         self._records: Writer[Event] = Writer(folder / RECORDS)
         self._scores: Writer[Event] = Writer(folder / RECORDS / TRAINER)
-        self._timelines = {name: timeline.writer(folder, name) for name in (ROLLOUT, "trainer 0")}
+        self._timelines = {name: files.writer(folder, name) for name in (ROLLOUT, "trainer 0")}
         config = {"run": {"name": "synthetic", "max_steps": plan.steps}, "algo": {"advantage": {"name": "grpo"}}}
         (folder / "config.json").write_text(json.dumps({**config, **plan.config}))
         (folder / ".asyncrl-run").touch()

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from asyncrl.errors import ConfigError
-from asyncrl.settings import Count, Natural, Positive, Section, Share
+from asyncrl.settings import Count, Natural, Positive, Section
 
 
 class RunConfig(Section):
@@ -184,7 +184,3 @@ class MetricsConfig(Section):
     console: bool
     """Show the progress of the run on the terminal: a live table, or one line per step where the output is no
     terminal."""
-    timeline: bool
-    """Record in timeline/ what every episode and process did, and when (docs/operations.md)."""
-    timeline_share: Share
-    """Share of the groups whose timelines are recorded and traced; which ones they are depends on their uids alone."""

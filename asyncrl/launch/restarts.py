@@ -60,12 +60,15 @@ LOOK_SECONDS = 1.0
 LEAVE_SECONDS = 600.0
 """Maximum seconds that a leaving engine waits for the trainer, which may be in the middle of a long step."""
 
+Restarted = Callable[[str, str, float], None]
+"""Takes the name of a process that is started again, how it died, and when (time.time)."""
+
 
 class RestartPolicy:
     """The restarts of one run. `forget` makes the router forget an engine, or raises EngineError; `watches` are by
     process name; `has_machine` tells whether a machine still belongs to the job. `newcomers` is a word unique to this
-    launcher if its engines join a run in progress, and need its weights from the start. With `timeline`, restarts are
-    recorded in the run's timeline."""
+    launcher if its engines join a run in progress, and need its weights from the start. `restarted` is called with the
+    name of every process that is started again, how it died, and when."""
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class RestartPolicy:
         has_machine: Callable[[str], bool] = lambda node: True,
         newcomers: str = "",
         leave_seconds: float = LEAVE_SECONDS,
-        timeline: bool = False,
+        restarted: Restarted = lambda name, how, died: None,
     ) -> None:
         self._run_dir, self._forget = run_dir, forget
         self._has_machine = has_machine
@@ -84,7 +87,7 @@ class RestartPolicy:
         self._restarts: Counter[str] = Counter()
         self._announced: dict[str, float] = {}  # deaths that were reported, and when
         self._died = defaultdict[str, float](float)
-        self._timeline = timeline
+        self._restarted = restarted
         self._notes = Tail(run_dir / LOST, new=bool(newcomers))
         self._registry, self._newcomers, self._leave_seconds = Registry(run_dir), newcomers, leave_seconds
         self._asked_at: dict[str, float] = {}
@@ -171,8 +174,7 @@ class RestartPolicy:
                 return False
             self._tried[spec.name] = time.monotonic()
         self._died[spec.name] = self._announced.pop(spec.name)
-        if self._timeline:
-            _note(self._run_dir, spec.name, how, self._died[spec.name])
+        self._restarted(spec.name, how, self._died[spec.name])
         if not spec.step or self._began(spec.name):  # otherwise nothing has died: its machine does not answer
             if spec.recovers:
                 if self._restarts[spec.name] == len(self._recoveries[spec.kind]):
@@ -253,7 +255,7 @@ def restart_policy(
     has_machine: Callable[[str], bool],
     newcomers: str = "",
     *,
-    timeline: bool = False,
+    restarted: Restarted = lambda name, how, died: None,
 ) -> RestartPolicy:
     """Return the restart policy of these processes, with the router and the watches of a run that is about to start."""
 
@@ -261,13 +263,4 @@ def restart_policy(
         RouterWorkers(addresses.router, addresses.access, FORGET_SECONDS).remove(url)
 
     watches = {spec.name: HealthWatch(spec.watch, addresses.access, spec.patience) for spec in specs if spec.watch}
-    return RestartPolicy(run_dir, forget, watches, has_machine, newcomers, timeline=timeline)
-
-
-def _note(run_dir: Path, name: str, how: str, died: float) -> None:
-    """Record a restart in the launcher's timeline."""
-    from asyncrl.observability.timeline import LAUNCHER, ProcessSpan, TimelineWriter  # slow, and rarely needed
-
-    timeline = TimelineWriter(run_dir, LAUNCHER, lambda text: print(f"asyncrl: {text}", file=sys.stderr, flush=True))
-    timeline(ProcessSpan(LAUNCHER, "restart", died, time.time(), attributes={"process": name, "how": how}))
-    timeline.close()
+    return RestartPolicy(run_dir, forget, watches, has_machine, newcomers, restarted=restarted)

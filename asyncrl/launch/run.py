@@ -8,9 +8,11 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from asyncrl import lookup
@@ -228,6 +230,15 @@ def _ended(prepared: Preparation, error: BaseException) -> BaseException:
     return error
 
 
+def _restarted(config: Config, run_dir: Path, name: str, how: str, died: float) -> None:
+    """Record the restart of a process that died at this time."""
+    from asyncrl.observability.timeline import LAUNCHER, Phases  # slow, and rarely needed
+
+    phases = Phases(config, run_dir, LAUNCHER, lambda text: print(f"asyncrl: {text}", file=sys.stderr, flush=True))
+    phases("restart", -1, died, time.time(), process=name, how=how)
+    phases.close()
+
+
 def supervise(
     prepared: Preparation, addresses: Addresses, specs: list[ProcessSpec], console: Console, stalls: Stalls | None
 ) -> None:
@@ -235,7 +246,7 @@ def supervise(
     config, run_dir, cluster = prepared.chosen.config, prepared.run_dir, prepared.cluster
     facts = config, run_dir, addresses, prepared.placement, cluster
     pilots = [pilot for pilot in (hooks.pilot(*facts) for hooks in prepared.hooks) if pilot]
-    policy = restart_policy(run_dir, addresses, specs, cluster.has, timeline=config.metrics.timeline)
+    policy = restart_policy(run_dir, addresses, specs, cluster.has, restarted=partial(_restarted, config, run_dir))
     registry = Registry(run_dir)
     registry.clear()
     lease = registry.lease_of_run(run_id=addresses.run_id, host=socket.gethostname(), job=cluster.job)

@@ -84,8 +84,8 @@ STEP = {
     "time/verify": "time of comparing the engines' checksums with those of the sent weights; 0 if no check was due",
     "engines/serving": "number of engines that serve the published version",
     "time/engine_busy": "time since the previous step with at least one request in flight",
-    "time/timeline": "CPU time of composing and writing timelines in the rollout process since the previous step",
-    "time/metrics": "CPU time of computing the metrics of episodes in the rollout process since the previous step",
+    "time/timeline": "CPU time of composing timelines in the rollout process since the previous step",
+    "time/metrics": "CPU time of the extensions that take these timelines since the previous step",
     "time/since_start": "time since the command was started",
     "bytes/published": "bytes of weights sent by this rank",
 }

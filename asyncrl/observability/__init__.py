@@ -1,1 +1,1 @@
-"""What a run did, and when: timelines of episodes and processes, and the traces that are made of them."""
+"""What a run did, and when: intervals of episodes, and records for extensions."""

@@ -20,7 +20,6 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, RecordError
 from asyncrl.extension import RolloutHooks
 from asyncrl.jsonl import Tail
 from asyncrl.network.addresses import READY, Addresses, times_restarted
-from asyncrl.observability import timeline
 from asyncrl.records.events import Began, Event
 from asyncrl.records.writer import RECORDS, Writer
 from asyncrl.rollout import snapshot
@@ -67,10 +66,7 @@ class RolloutParts:
         self._prompts = Prompts(config, tasks, model.template, length, run.warn, model.vision, playing.ahead)
         self._weights = {name: task.weight for name, task in config.mixture.items()}
         self.loads = Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
-        self.timeline = timeline.TimelineWriter(run_dir, timeline.ROLLOUT, run.warn, enabled=config.metrics.timeline)
-        self.timeline(timeline.Started(addresses.run_id, time.time()))
-        listeners = [one.record for one in self.hooks.values()]
-        self.timelines = Timelines(listeners, self.timeline, config.metrics.timeline_share)
+        self.timelines = Timelines([one.record for one in self.hooks.values()])
         self.evaluations = Evaluations(
             playing.groups.attempts,
             playing.client,
@@ -174,7 +170,7 @@ class RolloutParts:
         if times_restarted():
             self._tell_of_restart(float(os.environ["ASYNCRL_DIED_AT"]))
         else:
-            self.timeline.phase("start_up", -1, self.run.addresses.started_at, time.time())
+            self.timelines.phase("start_up", self.run.addresses.started_at)
 
     async def roll_out(self) -> None:
         """Wait for the engines, and play until cancelled."""
@@ -215,7 +211,7 @@ class RolloutParts:
 
     def _tell_of_restart(self, died: float) -> None:
         """Say where a process goes on that died at this time and was started again."""
-        self.timeline.phase("recovery", -1, died, time.time())
+        self.timelines.phase("recovery", died)
         age = f"{died - self._left.written:.1f} s before its death, with {len(self._outstanding)} groups under way"
         at = f"its state {age}" if self._left.state else "its beginning"
         self.reporter.warn(f"the rollout process goes on after {time.time() - died:.0f} s, from {at}")
@@ -223,7 +219,6 @@ class RolloutParts:
     async def close(self) -> None:
         """End everything, in an order in which what is left can still be recorded and sent."""
         await close_all([self.playing, self.loads, *self.hooks.values()], self.reporter.warn)
-        self.timeline.close()
         self.recorder.close()
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 from asyncrl.engine.session import GenerationSession
 from asyncrl.observability.timeline import (
+    ROLLOUT,
     BatchTimeline,
     EpisodeTimeline,
     GroupTimeline,
+    ProcessSpan,
     PublishTimeline,
     Record,
-    TimelineWriter,
-    sampled,
 )
 from asyncrl.rollout.buffer import Ticket
 from asyncrl.schema import Prompt, Trajectory
@@ -22,19 +22,10 @@ COMMITTED = "committed"
 
 
 class Timelines:
-    """Composes the record of everything that ends, writes it, and passes it to the listeners. None of them may block or
-    raise."""
+    """Composes the record of everything that ends, and passes it to the listeners. None of them may block or raise."""
 
-    def __init__(
-        self,
-        listeners: Sequence[Callable[[Record], None]] = (),
-        writer: TimelineWriter | None = None,
-        share: float = 1.0,
-    ) -> None:
-        """`writer` gets all records but those of groups outside of the share."""
+    def __init__(self, listeners: Sequence[Callable[[Record], None]] = ()) -> None:
         self._listeners = listeners
-        self._writer = writer
-        self._write = sampled(writer, share) if writer else None
         self._composing = self._listening = 0.0  # CPU seconds so far
         self._reported = (0.0, 0.0)
         self._asked: float | None = None
@@ -96,9 +87,12 @@ class Timelines:
         began, now = time.thread_time(), time.time()
         self._tell(PublishTimeline(version, held or now, now), began)
 
+    def phase(self, name: str, start: float) -> None:
+        """Record a phase of the process that ends now."""
+        began, now = time.thread_time(), time.time()
+        self._tell(ProcessSpan(ROLLOUT, name, start, now), began)
+
     def _tell(self, record: Record, began: float) -> None:
-        if self._write:
-            self._write(record)
         composed = time.thread_time()
         self._composing += composed - began
         for listener in self._listeners:
@@ -106,9 +100,9 @@ class Timelines:
         self._listening += time.thread_time() - composed
 
     def take_figures(self) -> dict[str, float]:
-        """Return the CPU seconds of the timeline and of the listeners since the last call, under their names in
+        """Return the CPU seconds of composing records and of the listeners since the last call, under their names in
         metrics.jsonl."""
-        now = (self._composing + (self._writer.seconds if self._writer else 0.0), self._listening)
+        now = (self._composing, self._listening)
         timeline, listeners = (new - old for new, old in zip(now, self._reported, strict=True))
         self._reported = now
         return {"time/timeline": timeline, "time/metrics": listeners}

@@ -93,7 +93,7 @@ def main(run_dir: Path) -> None:
     reason, version = train(update, batches, publisher, log, stop, save=saving.after_step, version=start.version)
     rank.begins("end", version)
     saving.at_the_end(version, export=reason != ASKED)
-    rank.timeline.close()
+    rank.phases.close()
     scores.close()
     if parallel.is_first:
         _tell_the_end(rank, source, log, {"reason": reason, "transport": transport, **checkpoints.figures()})
@@ -114,7 +114,7 @@ def _log(rank: Rank, start: Start) -> StepLog:
         started_at=rank.addresses.started_at,
         tasks=tuple(config.mixture),
         begins=rank.begins,
-        ended=rank.timeline.phase,
+        ended=rank.phases,
         listeners=listeners,
         written=start.written,
     )
@@ -161,7 +161,7 @@ def _measured(
             metrics = meter.measure(policy.update, batch)
         if batch.last:
             for name, began, ended in meter.spans():
-                rank.timeline.phase(name, batch.version, began, ended)
+                rank.phases(name, batch.version, began, ended)
             scores.write(batch.version, lambda: policy.started)
         return metrics
 

@@ -22,7 +22,7 @@ from asyncrl.engine.adapters import AdapterName, adapter_names
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import RolloutSide, Update
 from asyncrl.metrics.record import StepLog
-from asyncrl.observability.timeline import TimelineWriter
+from asyncrl.observability.timeline import Phases
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.trainer.gpu_sharing import GpuSharing
@@ -60,11 +60,11 @@ def build_publisher(
 
         def tell(text: str, version: int) -> None:
             rank.warn(text, version)
-            rank.timeline.phase("recovery", version, died, time.time())
+            rank.phases("recovery", version, died, time.time())
 
         sender = CatchingUp(sender, start, fleet, tell if rank.parallel.is_first else None)
     if config.weights.overlap:
-        return in_background(sender, rank.timeline, rank.parallel), why
+        return in_background(sender, rank.phases, rank.parallel), why
     return sharing.around(sender, policy, source, log), why
 
 
@@ -87,7 +87,7 @@ class NoEngines(StagedPublisher):
         return staged.metrics
 
 
-def in_background(publisher: StagedPublisher, timeline: TimelineWriter, parallel: Parallel) -> Background:
+def in_background(publisher: StagedPublisher, phases: Phases, parallel: Parallel) -> Background:
     """Return a publisher that works in the background. If it fails on another rank than 0, whose loop raises the error
     while it waits for a batch, that rank ends, because it may be waiting for rank 0 in a collective."""
 
@@ -97,7 +97,7 @@ def in_background(publisher: StagedPublisher, timeline: TimelineWriter, parallel
             sys.stderr.flush()
             os._exit(1)
 
-    return Background(publisher, ended=partial(timeline.phase, thread="publish"), failed=leave)
+    return Background(publisher, ended=partial(phases, thread="publish"), failed=leave)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from asyncrl import jsonl
 from asyncrl.config import Config, on_gpu, read
 from asyncrl.errors import visible
 from asyncrl.network.addresses import Addresses
-from asyncrl.observability.timeline import TimelineWriter
+from asyncrl.observability.timeline import Phases
 from asyncrl.parallel import Parallel
 from asyncrl.progress import Progress
 from asyncrl.trainer import recovery
@@ -45,7 +45,7 @@ class Rank:
     """Marks the start of each part of a step."""
     warn: Callable[[str, int], None]
     """Warns on the console and in warnings.jsonl, of a version."""
-    timeline: TimelineWriter
+    phases: Phases
 
     @property
     def timeout(self) -> float:
@@ -65,9 +65,8 @@ def join(run_dir: Path) -> Rank:
     warn = partial(_warn, run_dir)
     if changed and parallel.is_first:
         warn(changed, 0)
-    process = f"trainer {parallel.rank}"
-    timeline = TimelineWriter(run_dir, process, lambda text: warn(text, 0), enabled=config.metrics.timeline)
-    return Rank(config, addresses, run_dir, parallel, progress, begins, warn, timeline)
+    phases = Phases(config, run_dir, f"trainer {parallel.rank}", lambda text: warn(text, 0))
+    return Rank(config, addresses, run_dir, parallel, progress, begins, warn, phases)
 
 
 def limit(config: Config, *, gpu: bool) -> None:

@@ -17,18 +17,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl.extensions.reading.timelines import TimelineReader
+from asyncrl.extensions.timelines.files import EngineSpan, Started
+from asyncrl.extensions.timelines.reader import TimelineReader
 from asyncrl.extensions.view.inspection import cli
 from asyncrl.metrics.fields import STEP, STEP_TRAINER, SUMMARY
 from asyncrl.observability.intervals import DECODE
-from asyncrl.observability.timeline import (
-    BatchTimeline,
-    EngineSpan,
-    GroupTimeline,
-    ProcessSpan,
-    PublishTimeline,
-    Started,
-)
+from asyncrl.observability.timeline import BatchTimeline, GroupTimeline, ProcessSpan, PublishTimeline
 from tests.integration.books import balanced
 from tests.integration.fleet import OF_EXTENSIONS
 from tests.integration.running import lines, nothing_is_left, run

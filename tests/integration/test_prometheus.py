@@ -27,9 +27,9 @@ from asyncrl.observability.intervals import PHASES, Interval
 from asyncrl.observability.timeline import BatchTimeline, PublishTimeline
 from tests.engine.asking import RANK
 from tests.extensions.observe.observing import observing
+from tests.extensions.timelines.made import episode, group
 from tests.fakes import addresses
 from tests.integration.running import start, wait_for_step
-from tests.observability.timelines import episode, group
 from tests.ops.programs import found
 from tests.rollout.service import Site, file_of
 

@@ -13,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from asyncrl.extensions.reading.recordings import Recording
-from asyncrl.extensions.reading.timelines import TimelineReader
+from asyncrl.extensions.timelines.reader import TimelineReader
 from asyncrl.extensions.view.watch.runs import RunFolder
 from asyncrl.extensions.view.watch.server import app
 from asyncrl.models import catalog

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.campaign, pytest.mark.skipif(bool(REASON), reason=REAS
 
 ONE_MACHINE = (*SMALL, "cluster.nodes=1", "cluster.host=null", "run.max_steps=100000")
 ELASTIC = (
-    *("plan.elastic=act", "plan.max_engines=3", "metrics.timeline=true", "slurm.sbatch.exclusive=true"),
+    *("plan.elastic=act", "plan.max_engines=3", "timelines.record=true", "slurm.sbatch.exclusive=true"),
     *("engine.max_running_requests=1", "rollout.max_staleness=1"),  # an engine is too slow
 )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.extensions.reading.timelines import TimelineReader
+from asyncrl.extensions.timelines.reader import TimelineReader
 from asyncrl.observability.intervals import RETRY
 from asyncrl.observability.timeline import GroupTimeline, ProcessSpan
 from tests.integration.books import balanced

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,7 @@ from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.restarts import RestartPolicy, restart_policy
 from asyncrl.network.addresses import LOST, READY, Addresses
-from asyncrl.observability.timeline import LAUNCHER, ProcessSpan, decode, folder_of
 from asyncrl.progress import begin_file, end_file, failing, failures
-from asyncrl.records.frames import Frames
 from tests.launch.checks.worlds import ENGINE, ROUTER
 
 TRAINER = ProcessSpec("trainer-0", [], {}, ends_the_run=True, recovers=True)
@@ -56,16 +55,19 @@ def test_process_dying_before_all_are_up_is_not_restarted(tmp_path: Path) -> Non
     assert not policy.allows(TRAINER)
 
 
-def test_restarts_are_in_the_timeline_from_the_death_on(run_dir: Path) -> None:
+def test_restarts_are_told_with_the_time_of_the_death(run_dir: Path) -> None:
+    told: list[tuple[str, str, float]] = []
     policy = restart_policy(
-        run_dir, Addresses("run0", "", run_dir, (), "", "", 0, 0.0), [], lambda node: True, timeline=True
+        run_dir,
+        Addresses("run0", "", run_dir, (), "", "", 0, 0.0),
+        [],
+        lambda node: True,
+        restarted=lambda *restart: told.append(restart),
     )
     assert policy.may_start_now(ROUTER, "killed")
-    (frame,) = Frames(folder_of(run_dir, LAUNCHER))
-    (found,) = decode(frame.data)
-    assert isinstance(found, ProcessSpan)
-    assert (found.name, found.attributes) == ("restart", {"process": "router", "how": "killed"})
-    assert 0 <= found.end - found.start < 60
+    ((name, how, died),) = told
+    assert (name, how) == ("router", "killed")
+    assert 0 <= time.time() - died < 60
 
 
 def test_restarts_are_bounded(run_dir: Path) -> None:

@@ -37,7 +37,7 @@ SHARED = {"cluster.placement": "shared"}
 )
 def test_what_cannot_share_gpus_is_refused_by_name(field: str, value: Any, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
-        tiny_config(**SHARED, **{"metrics.timeline": True, field: value})
+        tiny_config(**SHARED, **{field: value})
     with pytest.raises(ConfigError, match="mode=alone has no GPUs to share"):
         tiny_config(**SHARED, **ALONE)
 

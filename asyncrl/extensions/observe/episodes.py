@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from asyncrl.extensions.reading.timelines import durations
+from asyncrl.extensions.timelines.reader import durations
 from asyncrl.observability.intervals import ENVIRONMENT, PHASES, TOOL, WAITING
 from asyncrl.observability.timeline import BatchTimeline, EpisodeTimeline, GroupTimeline, Record
 

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from asyncrl.extensions.reading.timelines import durations
+from asyncrl.extensions.timelines.reader import durations
 from asyncrl.jsonl import Tail
 from asyncrl.metrics import fields
 from asyncrl.network.addresses import Addresses, metrics_key

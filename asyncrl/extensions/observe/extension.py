@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl import extension
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.timelines.extension import settings_of
 from asyncrl.settings import Section
 from asyncrl.user_code import can_import
 
@@ -104,7 +105,7 @@ class TracePlayer(extension.PlayerHooks):
             return None
         from asyncrl.extensions.observe.spans import trace_headers
 
-        return partial(trace_headers, addresses.run_id, config.metrics.timeline_share)
+        return partial(trace_headers, addresses.run_id, settings_of(config).share)
 
 
 class Observe(extension.Extension):
@@ -138,8 +139,8 @@ class Observe(extension.Extension):
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             yield ConfigError("observe.endpoint", endpoint, "Must be as http://HOST:4318/v1/traces.")
         for field, value, package in (("endpoint", endpoint, "http"), ("engines", engines, "grpc")):
-            if value and not config.metrics.timeline:
-                remedy = "Traces are made of timelines: set metrics.timeline=true."
+            if value and not settings_of(config).record:
+                remedy = "Traces are made of timelines: set timelines.record=true."
                 yield ConfigError(f"observe.{field}", value, remedy)
             if value and not can_import(f"{EXPORTERS}.{package}"):
                 remedy = f"{EXPORTERS}.{package} is not installed: pip install 'asyncrl[tracing]'."

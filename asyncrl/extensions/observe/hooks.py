@@ -15,8 +15,9 @@ from asyncrl.extension import RolloutHooks
 from asyncrl.extensions.observe.episodes import EpisodeFigures
 from asyncrl.extensions.observe.exposition import PrometheusMetrics
 from asyncrl.extensions.observe.otlp import MOST_BYTES, PATH, SpanExporter, SpanReceiver
+from asyncrl.extensions.timelines.files import ENGINES, TimelineWriter
 from asyncrl.network.addresses import metrics_key
-from asyncrl.observability.timeline import ENGINES, Record, TimelineWriter
+from asyncrl.observability.timeline import Record
 
 if TYPE_CHECKING:
     from asyncrl.extensions.observe.extension import TraceSettings
@@ -40,7 +41,7 @@ class ObserveRollout(RolloutHooks):
         self.exposed = PrometheusMetrics(run.run_dir, addresses, run.config.run.name)
         if self._settings.engines:
             told, engines = addresses.extensions["observe"], TimelineWriter(run.run_dir, ENGINES, run.warn)
-            self._receiver = SpanReceiver(addresses.run_id, told["key"], engines)
+            self._receiver = SpanReceiver(addresses.run_id, told["key"], engines.record)
             self._receiver.listen(told["spans"])
             self._closing += [self._receiver.close, engines.close]
         if endpoint := self._settings.endpoint:

@@ -21,8 +21,8 @@ from typing import Any
 
 from asyncrl.errors import AsyncRLError, RecordError
 from asyncrl.extensions.observe.spans import Attributes, Span, TraceBuilder, run_prefix
-from asyncrl.extensions.reading.timelines import TimelineReader
-from asyncrl.observability.timeline import EngineSpan
+from asyncrl.extensions.timelines.files import EngineSpan
+from asyncrl.extensions.timelines.reader import TimelineReader
 
 MOST_BYTES = 16 << 20
 """Maximum size of a message with spans."""

@@ -17,18 +17,9 @@ from functools import lru_cache
 
 import msgspec
 
+from asyncrl.extensions.timelines.files import EngineSpan, Record, Started, in_sample
 from asyncrl.observability.intervals import DECODE, ENGINE, PREFILL, QUEUED, Interval
-from asyncrl.observability.timeline import (
-    BatchTimeline,
-    EngineSpan,
-    EpisodeTimeline,
-    GroupTimeline,
-    ProcessSpan,
-    PublishTimeline,
-    Record,
-    Started,
-    in_sample,
-)
+from asyncrl.observability.timeline import BatchTimeline, EpisodeTimeline, GroupTimeline, ProcessSpan, PublishTimeline
 
 Attributes = dict[str, str | float]
 MOST_WAITING = 100_000

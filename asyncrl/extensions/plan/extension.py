@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl import extension
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.timelines.extension import settings_of
 from asyncrl.settings import Count, Rule, Section, value_of
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class PlanSettings(Section):
     elastic: Literal["off", "advise", "act"] = "off"
     """Watch what limits the run, and decide for more or fewer engines, another lead within the bound, or another
     rollout.max_running_groups if that is a number (docs/operations.md). advise: decisions are only reported, on the
-    terminal and in elastic.jsonl; act: they are carried out. Requires metrics.timeline=true."""
+    terminal and in elastic.jsonl; act: they are carried out. Requires timelines.record=true."""
     min_engines: Count = 1
     """Smallest number of engines that plan.elastic leaves."""
     max_engines: Count | None = None
@@ -130,7 +131,7 @@ def _rules(config: Config, settings: PlanSettings) -> Iterator[Rule]:
     yield "mode", config.mode != "train", f"Only a run that trains can be elastic{off}"
     yield "cluster.placement", cluster.shares_gpus, f"The engines' GPUs are those of the trainers{off}"
     why = f"Decisions need the lengths of episodes: set true{off}"
-    yield "metrics.timeline", not config.metrics.timeline, why
+    yield "timelines.record", not settings_of(config).record, why
     why = f"The run starts with {count} engines: lower it{off}"
     yield "plan.min_engines", settings.min_engines, settings.min_engines > count, why
     most = settings.max_engines

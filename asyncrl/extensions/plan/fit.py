@@ -27,8 +27,7 @@ from asyncrl.extensions.plan import inputs, recorded
 from asyncrl.extensions.plan.laws import LengthSample
 from asyncrl.extensions.plan.search import in_play
 from asyncrl.extensions.plan.simulation import simulate
-from asyncrl.extensions.reading import timelines
-from asyncrl.observability import timeline
+from asyncrl.extensions.timelines import files, reader
 from asyncrl.observability.intervals import DECODE, PREFILL, QUEUED, RETRY, Interval
 from asyncrl.observability.timeline import EpisodeTimeline, GroupTimeline
 
@@ -37,7 +36,7 @@ Steps = Sequence[dict[str, Any]]
 PROMPTS = "Tokens of prompts are not recorded: set prompt and prefill_rate if prefill matters."
 APART = "The speed of prefill is not known apart from that of decoding: set prefill_rate for prompts of other lengths."
 UNKNOWN = (
-    "Without timelines (metrics.timeline=true) the spread of lengths, what siblings share of it, and the time of tools "
+    "Without timelines (timelines.record=true) the spread of lengths, what siblings share of it, and the time of tools "
     "are not known: sigma=0.9, alike=0.5 and tool_seconds=0 are assumed. Engines are measured as a whole, with prefill."
 )
 CONSTANT = "The number of groups in flight did not vary: how engines slow down with larger batches is not known."
@@ -129,7 +128,7 @@ def refuse(run: Path, settings: Config) -> None:
 def _fitted(run: Path, settings: Config, steps: Steps) -> Fit:
     groups = [
         record
-        for _, records in timelines.read(run, timeline.ROLLOUT)
+        for _, records in reader.read(run, files.ROLLOUT)
         for record in records
         if isinstance(record, GroupTimeline) and record.purpose == "training" and record.outcome == "committed"
     ]

@@ -17,9 +17,8 @@ from asyncrl.extensions.plan.engine import EngineShape
 from asyncrl.extensions.plan.fit import engine_times, outside
 from asyncrl.extensions.plan.search import in_play
 from asyncrl.extensions.plan.simulation import Setting
-from asyncrl.extensions.reading import timelines
+from asyncrl.extensions.timelines import files, reader
 from asyncrl.jsonl import Tail
-from asyncrl.observability import timeline
 from asyncrl.observability.timeline import GroupTimeline
 
 FEWEST = 32
@@ -50,9 +49,9 @@ class RunObserver:
         """Begin with what is written from now on."""
         self._run_dir, self._shape = run_dir, setting_of(config).shape
         self._batch, self._size = config.rollout.batch_groups, config.rollout.group_size
-        self._steps, reader = Tail(run_dir / "metrics.jsonl", new=True), timelines.TimelineReader(run_dir)
-        reader.skip()
-        self._position = reader.positions.get(timeline.ROLLOUT)
+        self._steps, timelines = Tail(run_dir / "metrics.jsonl", new=True), reader.TimelineReader(run_dir)
+        timelines.skip()
+        self._position = timelines.positions.get(files.ROLLOUT)
         self._recent: deque[GroupTimeline] = deque(maxlen=GROUPS)
 
     def new(self) -> Iterator[StepObservation]:
@@ -61,7 +60,7 @@ class RunObserver:
             yield self._observed(step, [self._episodes(group) for group in self._groups()])
 
     def _groups(self) -> Iterator[GroupTimeline]:
-        for position, records in timelines.read(self._run_dir, timeline.ROLLOUT, self._position):
+        for position, records in reader.read(self._run_dir, files.ROLLOUT, self._position):
             self._position = position
             for one in records:
                 if isinstance(one, GroupTimeline) and (one.purpose, one.outcome) == ("training", "committed"):

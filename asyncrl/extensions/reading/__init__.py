@@ -1,1 +1,1 @@
-"""Reading of recordings and timelines."""
+"""Reading of recordings."""

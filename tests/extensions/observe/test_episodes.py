@@ -8,7 +8,7 @@ from asyncrl.extensions.observe.episodes import EpisodeFigures
 from asyncrl.metrics.fields import unknown
 from asyncrl.observability.intervals import Interval
 from asyncrl.observability.timeline import BatchTimeline
-from tests.observability.timelines import DECODE, ENVIRONMENT, TOOL, WAITING, episode, group
+from tests.extensions.timelines.made import DECODE, ENVIRONMENT, TOOL, WAITING, episode, group
 
 
 def figures() -> EpisodeFigures:

@@ -13,8 +13,8 @@ from asyncrl.metrics import fields
 from asyncrl.observability.intervals import Interval
 from asyncrl.observability.timeline import BatchTimeline, PublishTimeline
 from tests.extensions.observe.observing import observing
+from tests.extensions.timelines.made import DECODE, TOOL, episode, group
 from tests.fakes import addresses
-from tests.observability.timelines import DECODE, TOOL, episode, group
 from tests.rollout.machinery import KEY
 from tests.rollout.service import Site, at, file_of
 

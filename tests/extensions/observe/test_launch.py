@@ -78,7 +78,7 @@ def test_requests_name_their_trace_only_where_continued() -> None:
     assert headers()("g0", "g0 1", 2) == {}
     found = headers(**{"observe.engines": True})("g0", "g0 1", 2)
     assert found == {"traceparent": traceparent("run0", "g0", "1", 2, sampled=True)}
-    seldom = headers(**{"observe.engines": True, "metrics.timeline_share": 0.0})
+    seldom = headers(**{"observe.engines": True, "timelines.share": 0.0})
     assert seldom("g0", "g0 1", 2)["traceparent"].endswith("-00")
 
 
@@ -89,7 +89,7 @@ def test_its_settings_are_set_like_any_other() -> None:
 @pytest.mark.parametrize("field", ["endpoint", "engines"])
 def test_traces_of_nothing_and_without_an_address_are_refused(field: str) -> None:
     value = "http://collector:4318/v1/traces" if field == "endpoint" else True
-    with pytest.raises(ConfigError, match="set metrics"):
-        tiny_config(**{f"observe.{field}": value, "metrics.timeline": False})
+    with pytest.raises(ConfigError, match="set timelines"):
+        tiny_config(**{f"observe.{field}": value, "timelines.record": False})
     with pytest.raises(ConfigError, match="Must be as http"):
         tiny_config(**{"observe.endpoint": "collector:4318"})

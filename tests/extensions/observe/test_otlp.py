@@ -18,10 +18,11 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from asyncrl.extensions.observe import otlp
 from asyncrl.extensions.observe.otlp import SERVICE, SpanExporter, received
 from asyncrl.extensions.observe.spans import Span, run_prefix, trace_id
-from asyncrl.extensions.reading.timelines import TimelineReader
+from asyncrl.extensions.timelines import files
+from asyncrl.extensions.timelines.files import EngineSpan
+from asyncrl.extensions.timelines.reader import TimelineReader
 from asyncrl.network import ports
-from asyncrl.observability import timeline
-from asyncrl.observability.timeline import EngineSpan, GroupTimeline, ProcessSpan
+from asyncrl.observability.timeline import GroupTimeline, ProcessSpan
 from asyncrl.rollout.server import RolloutServer
 from tests.extensions.observe.collector import collector
 from tests.extensions.observe.observing import observing
@@ -113,13 +114,13 @@ def record(number: int) -> GroupTimeline:
 
 
 def test_collector_gets_all_spans_of_this_start_once(tmp_path: Path) -> None:
-    rollout = timeline.writer(tmp_path, "rollout")
+    rollout = files.writer(tmp_path, "rollout")
     rollout.write(record(0))
     rollout.flush()
     with collector([200]) as (endpoint, taken):
         warnings: list[str] = []
         exporter = SpanExporter(tmp_path, RUN, endpoint, warnings.append)
-        trainer = timeline.writer(tmp_path, "trainer 0")
+        trainer = files.writer(tmp_path, "trainer 0")
         trainer.write(ProcessSpan("trainer 0", "forward", 2.0, 2.5, 0))
         rollout.write(record(1))
         for writer in (rollout, trainer):
@@ -137,7 +138,7 @@ def test_refused_spans_are_counted_and_told_once(tmp_path: Path, monkeypatch: py
     with collector([400, 400, 200]) as (endpoint, taken):
         warnings: list[str] = []
         exporter = SpanExporter(tmp_path, RUN, endpoint, warnings.append)
-        rollout = timeline.writer(tmp_path, "rollout")
+        rollout = files.writer(tmp_path, "rollout")
         for number in range(6):
             rollout.write(record(number))
         rollout.close()
@@ -153,7 +154,7 @@ def test_a_collector_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeyp
     with collector([503]) as (endpoint, _):
         warnings: list[str] = []
         exporter = SpanExporter(tmp_path, RUN, endpoint, warnings.append)
-        rollout = timeline.writer(tmp_path, "rollout")
+        rollout = files.writer(tmp_path, "rollout")
         rollout.write(record(0))
         rollout.close()
         began = time.monotonic()

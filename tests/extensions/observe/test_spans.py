@@ -13,18 +13,11 @@ from hypothesis import strategies as st
 
 from asyncrl.extensions.observe import perfetto
 from asyncrl.extensions.observe.spans import Span, TraceBuilder, run_prefix, trace_id, traceparent
+from asyncrl.extensions.timelines import files
+from asyncrl.extensions.timelines.files import EngineSpan, Started
 from asyncrl.extensions.view.inspection import cli
-from asyncrl.observability import timeline
 from asyncrl.observability.intervals import DECODE, ENGINE, PREFILL, QUEUED, RETRY, TOOL, Activity, Interval, request
-from asyncrl.observability.timeline import (
-    BatchTimeline,
-    EngineSpan,
-    EpisodeTimeline,
-    GroupTimeline,
-    ProcessSpan,
-    PublishTimeline,
-    Started,
-)
+from asyncrl.observability.timeline import BatchTimeline, EpisodeTimeline, GroupTimeline, ProcessSpan, PublishTimeline
 
 RUN = "run0"
 
@@ -34,7 +27,7 @@ def group(*episodes: list[Interval], uid: str = "g0", outcome: str = "committed"
     return GroupTimeline(uid, 0, "copy", "training", 3, 1.0, 20.0, outcome, played)
 
 
-def spans(*records: timeline.Record) -> list[Span]:
+def spans(*records: files.Record) -> list[Span]:
     build = TraceBuilder(RUN)
     return [span for record in records for span in build.spans(record)]
 
@@ -143,7 +136,7 @@ def test_events_of_a_track_nest_whatever_overlaps(
 
 
 def test_command_writes_what_every_process_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rollout, trainer = timeline.writer(tmp_path, "rollout"), timeline.writer(tmp_path, "trainer 0")
+    rollout, trainer = files.writer(tmp_path, "rollout"), files.writer(tmp_path, "trainer 0")
     rollout.write(Started(RUN, 0.0))
     rollout.write(group([Interval(TOOL, 2.0, 3.0, "search")]))
     trainer.write(ProcessSpan("trainer 0", "forward", 22.0, 23.0, 4))
@@ -158,4 +151,4 @@ def test_command_writes_what_every_process_recorded(tmp_path: Path, capsys: pyte
         trace_id(RUN, "batch 4"),
     }
     assert cli.main([str(tmp_path / "none"), "--trace", str(tmp_path / "trace.json")]) == 1
-    assert "metrics.timeline=true" in capsys.readouterr().err
+    assert "timelines.record=true" in capsys.readouterr().err

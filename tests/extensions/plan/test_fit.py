@@ -28,7 +28,7 @@ from asyncrl.extensions.plan.fit import (
     trainer_times,
 )
 from asyncrl.extensions.plan.lengths import Lengths
-from asyncrl.observability import timeline
+from asyncrl.extensions.timelines import files
 from asyncrl.observability.intervals import DECODE, PREFILL, RETRY, TOOL, Interval
 from asyncrl.observability.timeline import EpisodeTimeline, GroupTimeline
 from scripts import sizes
@@ -83,7 +83,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_fit_returns_what_the_run_was_made_with(run: Path) -> None:
-    writer, groups = timeline.writer(run, timeline.ROLLOUT), generated()
+    writer, groups = files.writer(run, files.ROLLOUT), generated()
     for group in groups:
         writer.write(group)
     writer.close()
@@ -238,7 +238,7 @@ def test_engines_are_those_that_served_and_a_change_is_noted(run: Path) -> None:
 
 
 def test_other_group_sizes_are_noted_and_averaged(run: Path) -> None:
-    writer = timeline.writer(run, timeline.ROLLOUT)
+    writer = files.writer(run, files.ROLLOUT)
     for number in range(8):
         episodes = [EpisodeTimeline(0.0, 100, request(0, 1))] * (2 if number % 2 else 6)
         writer.write(GroupTimeline(f"g{number}", number, "t", "training", 0, 0.0, 1.0, "committed", episodes))

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl import jsonl
 from asyncrl.extensions.plan.observed import FEWEST, RunObserver, setting_of
-from asyncrl.observability import timeline
+from asyncrl.extensions.timelines import files
 from asyncrl.observability.intervals import DECODE, PREFILL, TOOL, Interval
 from asyncrl.observability.timeline import EpisodeTimeline, GroupTimeline
 from tests.fakes import tiny_config
@@ -56,7 +56,7 @@ def test_steps_groups_and_speeds_are_those_of_the_files(tmp_path: Path) -> None:
     jsonl.append(tmp_path / "metrics.jsonl", {**STEP, "step": 2})  # of an earlier start
     observer = RunObserver(tmp_path, config)
     assert list(observer.new()) == []
-    writer = timeline.writer(tmp_path, timeline.ROLLOUT)
+    writer = files.writer(tmp_path, files.ROLLOUT)
     for number in range(FEWEST):
         writer.write(group(number))
     writer.write(group(100, outcome="timeout"))

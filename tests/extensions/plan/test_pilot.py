@@ -212,7 +212,7 @@ def test_failed_action_is_told_and_bad_timelines_end_it_alone(
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"metrics.timeline": False}, "metrics.timeline"),
+        ({"timelines.record": False}, "timelines.record"),
         ({"plan.min_engines": 3}, "plan.min_engines"),
         ({"engine.count": 3, "plan.max_engines": 2}, "plan.max_engines"),
         ({"cluster.placement": "shared"}, "cluster.placement"),

@@ -45,14 +45,14 @@ def replayed(monkeypatch: pytest.MonkeyPatch, source: Path, *arguments: str) -> 
 
 def test_settings_are_those_of_the_recorded_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"trainer.optimizer.lr": 0.25, "algo.loss": {"name": "ppo", "clip_low": 0.125}, "run.seed": 7}
-    own = {"record": True, "checkpoint.every": 3, "run.dir": "a", "cluster.max_restarts": 99, "metrics.timeline": False}
+    own = {"record": True, "checkpoint.every": 3, "run.dir": "a", "cluster.max_restarts": 99, "timelines.record": False}
     source = recorded(tmp_path, **changes, **own)
     config = replayed(monkeypatch, source)
     assert (config.model.path, config.trainer.optimizer.lr, config.run.seed) == ("builtin:tiny", 0.25, 7)
     assert config.algo.loss.settings["clip_low"] == 0.125
     assert (config.mode, settings_of(config).source) == ("replay", str(source))
     assert (config.record, config.checkpoint.every, config.cluster.max_restarts) == (False, None, 5)
-    assert config.metrics.timeline
+    assert config.timelines.record
     assert config.run.dir != "a"
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.extensions.timelines import files
+from asyncrl.extensions.timelines.files import Record
 from asyncrl.extensions.view.watch.anatomy import anatomy, load, phase_seconds, straggler
 from asyncrl.extensions.view.watch.timelines import TimelineIndex
-from asyncrl.observability import timeline
 from asyncrl.observability.intervals import DECODE, ENVIRONMENT, PHASES, PREFILL, REWARD, TOOL, WAITING, Interval
 from asyncrl.observability.timeline import (
     ROLLOUT,
@@ -17,7 +18,6 @@ from asyncrl.observability.timeline import (
     GroupTimeline,
     ProcessSpan,
     PublishTimeline,
-    Record,
 )
 from asyncrl.records import frames
 
@@ -96,7 +96,7 @@ def test_anatomy_keeps_every_interval_and_the_lanes_of_its_time() -> None:
 
 def test_index_finds_groups_in_all_files_and_follows_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "FILE_BYTES", 300)  # a file has one or two frames
-    index, writer = TimelineIndex(tmp_path), timeline.writer(tmp_path, ROLLOUT)
+    index, writer = TimelineIndex(tmp_path), files.writer(tmp_path, ROLLOUT)
     index.refresh()
     assert index.batches == {}
     for step in range(6):
@@ -109,18 +109,18 @@ def test_index_finds_groups_in_all_files_and_follows_new_ones(tmp_path: Path, mo
         assert index.groups(index.batches[step]) == [own]
         assert [one for one in index.between(begins + 1, begins + 2) if isinstance(one, GroupTimeline)] == [own]
     writer.close()
-    assert len(frames.files(timeline.folder_of(tmp_path, ROLLOUT))) > 2
+    assert len(frames.files(files.folder_of(tmp_path, ROLLOUT))) > 2
     again = TimelineIndex(tmp_path)
     again.refresh()
     assert [one.uid for batch in again.batches.values() for one in again.groups(batch)] == [f"g{n}" for n in range(6)]
 
 
 def test_retaken_batches_replace_the_rolled_back(tmp_path: Path) -> None:
-    writer = timeline.writer(tmp_path, ROLLOUT)
+    writer = files.writer(tmp_path, ROLLOUT)
     for step in (0, 1, 2, 1):
         writer.write(BatchTimeline(step, 0.0, 1.0, [f"g{step}"]))
     writer.close()
-    launcher = timeline.writer(tmp_path, timeline.LAUNCHER)
+    launcher = files.writer(tmp_path, files.LAUNCHER)
     launcher.write(ProcessSpan("launcher", "restart", 1.0, 2.0, attributes={"process": "engine 0"}))
     launcher.close()
     index = TimelineIndex(tmp_path)

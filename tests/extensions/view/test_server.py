@@ -374,7 +374,7 @@ def test_runs_without_recording_or_timelines_say_so(tmp_path: Path) -> None:
     (tmp_path / "run" / "metrics.jsonl").touch()
     with TestClient(app(RunFolder(tmp_path), TOKEN, ["*"]), headers={"authorization": f"Bearer {TOKEN}"}) as client:
         assert "record=true" in client.get("/api/groups?run=run").json()["error"]
-        assert "metrics.timeline" in client.get("/api/anatomy?run=run&step=0").json()["error"]
+        assert "timelines.record" in client.get("/api/anatomy?run=run&step=0").json()["error"]
         assert get(client, "batches") == get(client, "advice") == []
         nothing = {"state": "running", "status": None, "age": None, "processes": [], "restarts": [], "elastic": []}
         assert get(client, "fleet") == nothing

@@ -12,7 +12,7 @@
     asyncrl-inspect RUN --reward 1: --rows             these episodes as rows to train on (mode=sft)
     asyncrl-inspect RUN OTHER --compare                which of two evaluations is better (mode=evaluate)
 
-RUN is the folder of a run with record=true (for --trace: metrics.timeline=true), which may still be under way. The
+RUN is the folder of a run with record=true (for --trace: timelines.record=true), which may still be under way. The
 colour of a token shows how likely the engine that generated it found it, from white (certain) to red. With --gap, it
 shows how much the trainer's log-probability differs from the engine's. ⟨v7⟩ marks where version 7 of the weights takes
 over.
@@ -33,13 +33,12 @@ import msgspec
 from rich.console import Console
 
 from asyncrl.errors import AsyncRLError, RecordError, visible
-from asyncrl.extensions.reading import timelines
+from asyncrl.extensions.timelines import files, reader
 from asyncrl.extensions.view.inspection import render
 from asyncrl.extensions.view.inspection.page import estimator_of, page, section
 from asyncrl.extensions.view.inspection.rows import Bounds, GroupFilter, GroupRow, bounds, rows_of, within
 from asyncrl.extensions.view.recording import ViewedRecording
 from asyncrl.jsonl import Tail, read_object
-from asyncrl.observability import timeline
 from asyncrl.schema import Trajectory
 
 MOST_SHOWN = 100
@@ -92,13 +91,13 @@ def _write_trace(run: Path, file: Path) -> int:
     return write(file, (span for record in _records(run) for span in build.spans(record)))
 
 
-def _records(run: Path) -> Iterator[timeline.Record]:
+def _records(run: Path) -> Iterator[files.Record]:
     """Yield the timelines of all processes. That of the rollout process comes first, since it tells the run's id."""
-    folders = sorted(timelines.processes(run), key=lambda folder: folder != timeline.ROLLOUT)
+    folders = sorted(reader.processes(run), key=lambda folder: folder != files.ROLLOUT)
     if not folders:
-        raise RecordError(f"{run} holds no timeline: was it made with metrics.timeline=true?")
+        raise RecordError(f"{run} holds no timeline: was it made with timelines.record=true?")
     for folder in folders:
-        for _, records in timelines.read(run, folder):
+        for _, records in reader.read(run, folder):
             yield from records
 
 

@@ -11,16 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.extensions.reading.timelines import durations
+from asyncrl.extensions.timelines.files import Record
+from asyncrl.extensions.timelines.reader import durations
 from asyncrl.observability.intervals import DECODE, ENVIRONMENT, PHASES, PREFILL, TOOL, WAITING
-from asyncrl.observability.timeline import (
-    BatchTimeline,
-    EpisodeTimeline,
-    GroupTimeline,
-    ProcessSpan,
-    PublishTimeline,
-    Record,
-)
+from asyncrl.observability.timeline import BatchTimeline, EpisodeTimeline, GroupTimeline, ProcessSpan, PublishTimeline
 
 LOAD_BINS = 400
 """Points of the engines' load over the time of a batch."""

@@ -5,7 +5,7 @@
     asyncrl-watch RUN --host 0.0.0.0 --token-file FILE  to other machines too
 
 The page reads files alone, so runs may be on other machines of a shared file system, and may have ended. It shows
-episodes of runs with record=true, and batches of runs with metrics.timeline=true. From another machine, forward the
+episodes of runs with record=true, and batches of runs with timelines.record=true. From another machine, forward the
 port: ssh -L 8080:127.0.0.1:8080 MACHINE.
 
 The address holds a token, which the browser keeps as a cookie. It is drawn at random, unless --token-file names a file

@@ -18,6 +18,7 @@ from typing import Any
 
 from asyncrl.errors import RecordError
 from asyncrl.extensions.reading.recordings import folder_of
+from asyncrl.extensions.timelines.files import FOLDER as TIMELINE
 from asyncrl.extensions.view.inspection.page import section
 from asyncrl.extensions.view.watch.anatomy import BatchFacts
 from asyncrl.extensions.view.watch.ending import Ending, ending
@@ -25,7 +26,6 @@ from asyncrl.extensions.view.watch.episodes import EpisodeIndex
 from asyncrl.extensions.view.watch.timelines import TimelineIndex
 from asyncrl.jsonl import Tail, opened, parsed, read_object
 from asyncrl.network.addresses import END
-from asyncrl.observability.timeline import FOLDER as TIMELINE
 from asyncrl.progress import FOLDER as PROGRESS
 from asyncrl.records import frames
 from asyncrl.records.writer import RECORDS, TRAINER

@@ -246,7 +246,7 @@ def _anatomy(run: WatchedRun, asked: Request) -> dict[str, Any]:
     step = _number(asked, "step", -1)
     batch = run.timelines.batches.get(step)
     if batch is None:
-        raise RecordError(f"batch {step} has no timeline: is metrics.timeline set?")
+        raise RecordError(f"batch {step} has no timeline: is timelines.record set?")
     groups = run.timelines.groups(batch)
     following = run.timelines.batches.get(step + 1)
     start = min(map(begins, groups), default=batch.asked)

@@ -7,15 +7,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.extensions.reading import timelines as reading
-from asyncrl.observability.timeline import (
-    ROLLOUT,
-    BatchTimeline,
-    GroupTimeline,
-    ProcessSpan,
-    PublishTimeline,
-    Record,
-)
+from asyncrl.extensions.timelines import reader
+from asyncrl.extensions.timelines.files import Record
+from asyncrl.observability.timeline import ROLLOUT, BatchTimeline, GroupTimeline, ProcessSpan, PublishTimeline
 from asyncrl.records.frames import FramePosition
 
 RESTART = "restart"
@@ -41,8 +35,8 @@ class TimelineIndex:
 
     def refresh(self) -> None:
         """Read the frames that were written since the last call. Raises RecordError on damage."""
-        for process in reading.processes(self._run):
-            for after, records in reading.read(self._run, process, self._after.get(process)):
+        for process in reader.processes(self._run):
+            for after, records in reader.read(self._run, process, self._after.get(process)):
                 self._note((process, self._after.get(process, FramePosition(0, 0))), records)
                 self._after[process] = after
 
@@ -91,7 +85,7 @@ class TimelineIndex:
 
     def _frame(self, place: Place) -> list[Record]:
         if place not in self._decoded:
-            _, records = next(reading.read(self._run, *place))
+            _, records = next(reader.read(self._run, *place))
             self._decoded[place] = records
             if len(self._decoded) > KEPT_FRAMES:
                 self._decoded.popitem(last=False)

@@ -73,7 +73,7 @@ export class Batches {
     const none = wanted === undefined;
     this.empty.hidden = !none;
     this.scroller.hidden = none;
-    if (none) { this.empty.textContent = "No batch has a timeline yet: they are recorded with metrics.timeline=true."; return; }
+    if (none) { this.empty.textContent = "No batch has a timeline yet: they are recorded with timelines.record=true."; return; }
     this.step.value = wanted;
     const asked = ++this.asked;
     const batch = await api("anatomy", { run: this.run, step: wanted });

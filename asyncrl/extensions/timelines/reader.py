@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from asyncrl.extensions.timelines.files import FOLDER, Record, decode, folder_of
 from asyncrl.observability.intervals import ENVIRONMENT, PHASES, TOOL
-from asyncrl.observability.timeline import FOLDER, EpisodeTimeline, Record, decode, folder_of
+from asyncrl.observability.timeline import EpisodeTimeline
 from asyncrl.records.frames import FramePosition, Frames, files
 from asyncrl.records.index import usable
 

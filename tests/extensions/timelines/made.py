@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
+from asyncrl.extensions.timelines.files import EngineSpan, Record
 from asyncrl.observability.intervals import Interval
-from asyncrl.observability.timeline import (
-    BatchTimeline,
-    EngineSpan,
-    EpisodeTimeline,
-    GroupTimeline,
-    ProcessSpan,
-    PublishTimeline,
-    Record,
-)
+from asyncrl.observability.timeline import BatchTimeline, EpisodeTimeline, GroupTimeline, ProcessSpan, PublishTimeline
 
 DECODE, TOOL, ENVIRONMENT, WAITING = "decode", "tool", "environment", "waiting"
 

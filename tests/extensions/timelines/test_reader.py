@@ -6,18 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.extensions.reading import timelines
-from asyncrl.extensions.reading.timelines import TimelineReader
-from asyncrl.observability import timeline
+from asyncrl.extensions.timelines import files
+from asyncrl.extensions.timelines.reader import TimelineReader, processes
 from asyncrl.records import frames
 from asyncrl.records.frames import path_of
-from tests.observability.timelines import RECORDS, recorded
+from tests.extensions.timelines.made import RECORDS, recorded
 
 
 def test_a_reader_that_follows_gets_every_record_once(tmp_path: Path) -> None:
     reader = TimelineReader(tmp_path)
     assert list(reader.new()) == []
-    rollout, trainer = timeline.writer(tmp_path, timeline.ROLLOUT), timeline.writer(tmp_path, "trainer 0")
+    rollout, trainer = files.writer(tmp_path, files.ROLLOUT), files.writer(tmp_path, "trainer 0")
     rollout.write(RECORDS[0])
     rollout.flush()
     assert list(reader.new()) == RECORDS[:1]
@@ -28,7 +27,7 @@ def test_a_reader_that_follows_gets_every_record_once(tmp_path: Path) -> None:
     trainer.flush()
     assert list(reader.new()) == RECORDS[1:5]
     assert list(reader.new()) == []
-    assert timelines.processes(tmp_path) == ["rollout", "trainer-0"]
+    assert processes(tmp_path) == ["rollout", "trainer-0"]
     rollout.close()
     trainer.close()
     assert list(TimelineReader(tmp_path).new()) == RECORDS[:5]
@@ -36,12 +35,12 @@ def test_a_reader_that_follows_gets_every_record_once(tmp_path: Path) -> None:
 
 def test_torn_frame_waits_and_a_restart_drops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "FILE_BYTES", 300)  # the reader crosses files
-    writer = timeline.writer(tmp_path, timeline.ROLLOUT)
+    writer = files.writer(tmp_path, files.ROLLOUT)
     for slot in range(8):
         writer.write(recorded(slot))
         writer.flush()
     writer.close()
-    folder = timeline.folder_of(tmp_path, timeline.ROLLOUT)
+    folder = files.folder_of(tmp_path, files.ROLLOUT)
     assert len(frames.files(folder)) > 1
     last = path_of(folder, frames.files(folder)[-1])
     whole = last.read_bytes()
@@ -51,7 +50,7 @@ def test_torn_frame_waits_and_a_restart_drops_it(tmp_path: Path, monkeypatch: py
     last.write_bytes(whole)
     assert list(reader.new()) == [recorded(7)]
     last.write_bytes(whole[:-5])
-    again = timeline.writer(tmp_path, timeline.ROLLOUT)
+    again = files.writer(tmp_path, files.ROLLOUT)
     again.write(recorded(9))
     again.close()
     assert list(TimelineReader(tmp_path).new()) == [recorded(slot) for slot in (0, 1, 2, 3, 4, 5, 6, 9)]

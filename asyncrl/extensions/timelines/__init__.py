@@ -1,0 +1,1 @@
+"""Timelines of a run: their files, and a reader of them."""
