@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
     from asyncrl.observability.timeline import Record, RecordListener
+    from asyncrl.rollout.events import Event
     from asyncrl.rollout.groups import ConcurrencyLimiter
     from asyncrl.rollout.parts import PlaysEpisodes
     from asyncrl.rollout.reporters import RolloutRun
@@ -352,8 +353,15 @@ class RolloutHooks:
         return weights
 
     def group(self, group: Group) -> None:
-        """Listen to a group. Called for every one that was played to its end, accepted or rejected, before it is
-        recorded (rollout/recorder.py)."""
+        """Listen to a group. Called for every one that was played to its end, accepted or rejected, before its
+        event."""
+
+    def event(self, event: Event) -> None:
+        """Listen to what the buffer is told and decides (rollout/events.py). Called for each event, in their order."""
+
+    def flush(self) -> None:
+        """Wait until all events so far would survive the death of this process. Called in a thread, for each snapshot
+        of the rollout process."""
 
     def record(self, record: Record) -> None:
         """Listen to a group, a batch, a publish or a phase of this process that has ended (observability/timeline.py).
@@ -457,7 +465,7 @@ class Extension:
     references: ClassVar[Sequence[str]] = ()
     """Columns of the token table that it fills and that algo.kl.reference may name."""
     enables: ClassVar[Sequence[str]] = ()
-    """Settings of an engine's shape in the core that may be above 1 only with it (launch/checks/model.py)."""
+    """Settings of the core that need it: of an engine's shape, to be above 1 (launch/checks/model.py), and `record`."""
     platform: ClassVar[str] = ""
     """Import path of a Platform for machines without GPUs (platforms.py), of an extension that need not be named."""
 

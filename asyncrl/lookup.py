@@ -134,7 +134,7 @@ def loaded(attribute: str) -> list[Any]:
 
 
 def enabled() -> set[str]:
-    """Return the settings that may be above 1 with the extensions that need not be named."""
+    """Return the settings of the core that need an extension, with those that need not be named."""
     return {field for kind in classes({}).values() for field in kind.enables}
 
 

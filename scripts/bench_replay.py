@@ -34,9 +34,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from asyncrl.extensions.reading.recordings import Recording
-from asyncrl.records.events import Committed, Taken, packed
-from asyncrl.records.writer import Writer
+from asyncrl.extensions.recording.events import Committed, packed
+from asyncrl.extensions.recording.reader import Recording
+from asyncrl.extensions.recording.writer import Writer
+from asyncrl.rollout.events import Taken
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 from scripts import machine
 

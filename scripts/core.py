@@ -29,7 +29,7 @@ KEPT = {"cpu"}
 FREE = "not campaign and not gpu and not multi_gpu and not integration and not nightly"
 SOME = ["tests/config", "tests/launch", "tests/recipes", "tests/tasks", "tests/test_extension.py"]
 MORE = ["algo", "agents", "checkpoints", "engine", "envs", "images", "metrics", "network", "observability"]
-MORE += ["records", "rewards", "rollout", "trainer", "weights"]
+MORE += ["rewards", "rollout", "trainer", "weights"]
 STRUCTURE = ["tests/test_imports.py", "tests/test_names.py"]
 RUN = ["experiment=tiny", "run.max_steps=3", "eval.questions=0", "run.dir=.core-run"]
 RUN += ["rollout.max_running_groups=null"]  # auto, the default, needs an extension

@@ -28,9 +28,10 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.extensions.recording.events import Committed, Event, PackedGroup, PackedTurn
+from asyncrl.extensions.recording.writer import RECORDS, Writer
 from asyncrl.extensions.view.watch.timelines import TimelineIndex
-from asyncrl.records.events import Committed, Event, PackedGroup, PackedTurn, Taken
-from asyncrl.records.writer import RECORDS, Writer
+from asyncrl.rollout.events import Taken
 from asyncrl.schema import VersionSpan
 from scripts import machine
 from scripts.synthetic_run import Plan, make

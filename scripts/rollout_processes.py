@@ -39,14 +39,12 @@ from asyncrl.models.catalog import resolve
 from asyncrl.network.addresses import Access, Addresses
 from asyncrl.network.ports import free_port
 from asyncrl.observability.intervals import DECODE, PREFILL
-from asyncrl.records.writer import RECORDS, Writer
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.groups import ConcurrencyLimiter
 from asyncrl.rollout.parts import PlayingParts, load_tokenizer
 from asyncrl.rollout.player import GroupPlayer
 from asyncrl.rollout.prompts import Prompts, question_of, render
-from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.reporters import FailureReporter, RolloutRun
 from asyncrl.rollout.snapshot import ResumableGroups
 from asyncrl.rollout.timelines import Timelines
@@ -130,14 +128,13 @@ async def measure(
         playing: Any = await _players(engines, tokens, address, coalesce)
         config, built, template = questions(len(engines))
         (name,) = built
+        config = config.model_copy(update={"record": record})
         run = RolloutRun(config, addresses(address), folder, warn, built)
         hooks = [one.rollout() for one in lookup.active(config).values()]
         for one in hooks:
             one.start(run)
         timelines = Timelines([one.record for one in hooks])
-        writer: Writer | None = Writer(folder / RECORDS) if record else None
-        recorder = Recorder(writer)
-        groups = ResumableGroups(CohortBuffer(batch, 2), playing.client, timelines=timelines, recorder=recorder)
+        groups = ResumableGroups(CohortBuffer(batch, 2), playing.client, timelines=timelines, hooks=hooks)
         prompts = Prompts(config, built, template, MODEL_LENGTH, ahead=getattr(playing, "ahead", None))
         worker = Worker(
             groups,
@@ -178,8 +175,6 @@ async def measure(
                 found["worker_rss"] = max(one["rss"] for one in told)
         for one in hooks:
             await one.close()
-        if writer:
-            writer.close()
         return found
 
 

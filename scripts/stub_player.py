@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from asyncrl.engine.adapters import InUse
 from asyncrl.extensions.processes import wire
+from asyncrl.extensions.recording.events import compressed
 from asyncrl.observability.intervals import DECODE, PREFILL, REWARD, Interval
-from asyncrl.records.events import compressed
 from asyncrl.rollout.prompts import render
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan, encode
 from scripts import rollout_processes

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncrl.extensions.recording.events import Committed, Event, packed, scored
+from asyncrl.extensions.recording.writer import RECORDS, TRAINER, Writer
 from asyncrl.extensions.timelines import files
 from asyncrl.extensions.timelines.files import Record
 from asyncrl.observability.intervals import AGENT, DECODE, PREFILL, QUEUED, REWARD, TOOL, WAITING, Interval
@@ -24,8 +26,7 @@ from asyncrl.observability.timeline import (
     ProcessSpan,
     PublishTimeline,
 )
-from asyncrl.records.events import Admitted, Committed, Event, Taken, packed, scored
-from asyncrl.records.writer import RECORDS, TRAINER, Writer
+from asyncrl.rollout.events import Admitted, Taken
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 
 START = 1_700_000_000.0

@@ -55,7 +55,7 @@ ALLOWED = {
     "platforms": set(),
     "models": set(),
     "launch": {
-        *("config", "engine", "models", "tasks", "records", "checkpoints", "observability"),
+        *("config", "engine", "models", "tasks", "checkpoints", "observability"),
         *("weights", "rollout", "settings"),
     },
     "engine": {"config", "observability"},
@@ -63,16 +63,15 @@ ALLOWED = {
     "envs": {"observability"},
     "rewards": set(),
     "tasks": {"config", "envs", "rewards"},
-    "records": set(),
-    "observability": {"records"},
+    "observability": set(),
     "checkpoints": set(),
     "rollout": {
-        *("config", "engine", "agents", "envs", "rewards", "records", "checkpoints", "tasks", "models"),
+        *("config", "engine", "agents", "envs", "rewards", "checkpoints", "tasks", "models"),
         "observability",
     },
     "algo": {"config", "settings"},
     "weights": {"config", "engine", "models"},
-    "trainer": {"config", "algo", "engine", "weights", "records", "checkpoints", "models", "observability"},
+    "trainer": {"config", "algo", "engine", "weights", "checkpoints", "models", "observability"},
 }
 # Within a package, where only some modules are meant.
 ONLY = {

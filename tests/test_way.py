@@ -17,9 +17,8 @@ MOST_FILES, MOST_LINES = 53, 10_400
 WIRING = {"rollout/__main__.py", "trainer/__main__.py"}
 BESIDE = (
     "observability/",
-    "records/",
     "rollout/ledger.py",
-    "rollout/recorder.py",
+    "rollout/events.py",
     "rollout/timelines.py",
 )
 """What keeps the books of it: nothing that is trained depends on them."""

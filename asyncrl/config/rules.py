@@ -86,6 +86,7 @@ def _extended(config: Config) -> Iterator[Rule]:
         names = [*own, *others]
         why = f"Must be one of {', '.join(names)}: no extension that is installed has another."
         yield field, value_of(config, field) not in names, why
+    yield "record", config.record and "record" not in lookup.enabled(), lookup.NOBODY
 
 
 def _evaluation(config: Config) -> Iterator[Rule]:

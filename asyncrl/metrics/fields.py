@@ -122,12 +122,6 @@ STEP_ROUTER = {
     "router/overlap": "mean fraction of replayed experts that the trainer's router would have chosen too",
 }
 
-# The same file, with record=true
-STEP_RECORDING = {
-    "time/recording": "time that recording took in the rollout process since the previous step",
-    "recording/bytes": "bytes written to the recording since the previous step",
-}
-
 # The same file, with checkpoint.every, if the previous step ended with a checkpoint
 STEP_CHECKPOINT = {
     "time/save": "time of the checkpoint after the previous step: waiting for the earlier checkpoint, then copying "

@@ -6,6 +6,7 @@ Times are those of `time.time`, so that processes and machines compare.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,6 +16,8 @@ from asyncrl import lookup
 from asyncrl.observability.intervals import Interval
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from asyncrl.config import Config
 
 ROLLOUT, LAUNCHER = "rollout", "launcher"
@@ -72,7 +75,16 @@ class ProcessSpan(msgspec.Struct, frozen=True, tag="span"):
     attributes: dict[str, str | float] = {}
 
 
-Record = GroupTimeline | BatchTimeline | PublishTimeline | ProcessSpan
+@dataclass(frozen=True)
+class BatchScores:
+    """The log-probabilities of a batch's tokens under the policy that its steps started from, in the order of its
+    groups. Rank 0 of the trainers has them."""
+
+    step: int
+    logprobs: Tensor  # [N], NaN where none was computed
+
+
+Record = GroupTimeline | BatchTimeline | PublishTimeline | ProcessSpan | BatchScores
 
 
 class RecordListener(Protocol):
@@ -97,9 +109,12 @@ class Phases:
 
     def __call__(self, name: str, step: int, start: float, end: float, thread: str = "", **attributes: str) -> None:
         """Record a phase of the process, or of one of its threads, which overlaps with those of the others."""
-        process = f"{self._process} {thread}".rstrip()
+        self.tell(ProcessSpan(f"{self._process} {thread}".rstrip(), name, start, end, step, {**attributes}))
+
+    def tell(self, record: Record) -> None:
+        """Tell the listeners of another record."""
         for listener in self._listeners:
-            listener.record(ProcessSpan(process, name, start, end, step, {**attributes}))
+            listener.record(record)
 
     def close(self) -> None:
         """Close the listeners."""

@@ -20,18 +20,16 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, RecordError
 from asyncrl.extension import RolloutHooks
 from asyncrl.jsonl import Tail
 from asyncrl.network.addresses import READY, Addresses, times_restarted
-from asyncrl.records.events import Began, Event
-from asyncrl.records.writer import RECORDS, Writer
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import close_all
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.evaluation import Evaluations
+from asyncrl.rollout.events import Began
 from asyncrl.rollout.groups import ConcurrencyLimiter
 from asyncrl.rollout.journal import Journal, Left, NoJournal
 from asyncrl.rollout.limiter import FixedConcurrency
 from asyncrl.rollout.parts import ModelParts, PlayingParts, PlaysEpisodes
 from asyncrl.rollout.prompts import Prompts
-from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.reporters import RolloutRun, RunReporter
 from asyncrl.rollout.server import RolloutServer
 from asyncrl.rollout.snapshot import GroupsState, ResumableGroups, Snapshot
@@ -79,16 +77,16 @@ class RolloutParts:
         )
         self.limiter = _limiter(run, self.hooks)
         self._resumed = _snapshot_of(addresses, self._left)
-        self.recorder = _recorder(run, self.hooks, self._resumed)
         self.groups = ResumableGroups(
             build_buffer(config.rollout, overlap=config.weights.overlap),
             playing.client,
             limiter=self.limiter,
             publish=self.reporter.publish,
             figures=self._take_figures,
-            recorder=self.recorder,
             timelines=self.timelines,
+            hooks=list(self.hooks.values()),
         )
+        self.groups.tell(_began(run, self._resumed))
         self.worker = Worker(
             self.groups,
             playing.client,
@@ -118,7 +116,6 @@ class RolloutParts:
     def _take_figures(self) -> dict[str, float]:
         """Return the figures of all parts for a batch."""
         return {
-            **self.recorder.take_figures(),
             **self.timelines.take_figures(),
             **self.status.gpus.take_figures(),
             **ChainMap(*(one.figures() for one in self.hooks.values())),
@@ -219,7 +216,6 @@ class RolloutParts:
     async def close(self) -> None:
         """End everything, in an order in which what is left can still be recorded and sent."""
         await close_all([self.playing, self.loads, *self.hooks.values()], self.reporter.warn)
-        self.recorder.close()
 
 
 def _trainer_sends_first(config: Config, addresses: Addresses) -> bool:
@@ -275,9 +271,7 @@ def _snapshot_of(addresses: Addresses, left: Left) -> Snapshot | None:
     return snapshot.decode(state) if state else None
 
 
-def _recorder(run: RolloutRun, hooks: Mapping[str, RolloutHooks], resumed: Snapshot | None) -> Recorder:
-    config, writer = run.config, Writer[Event](run.run_dir / RECORDS) if run.config.record else None
-    if writer:
-        version, number = (resumed.service.buffer.version, resumed.number) if resumed else (0, 0)
-        writer.write(Began(run.addresses.run_id, time.time(), version, json.loads(config.model_dump_json()), number))
-    return Recorder(writer, run.warn, [one.group for one in hooks.values()])
+def _began(run: RolloutRun, resumed: Snapshot | None) -> Began:
+    """Return the first event of this process."""
+    version, number = (resumed.service.buffer.version, resumed.number) if resumed else (0, 0)
+    return Began(run.addresses.run_id, time.time(), version, json.loads(run.config.model_dump_json()), number)

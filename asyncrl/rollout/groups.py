@@ -22,10 +22,19 @@ from typing import Any
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.loads import Load
 from asyncrl.engine.session import GenerationSession
-from asyncrl.records.events import Adjusted, Admitted, PartTaken, Published, Taken
+from asyncrl.extension import RolloutHooks
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.rollout.events import (
+    Adjusted,
+    Admitted,
+    Event,
+    GroupCommitted,
+    GroupRejected,
+    PartTaken,
+    Published,
+    Taken,
+)
 from asyncrl.rollout.ledger import Ledger
-from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.status import described, most_silent
 from asyncrl.rollout.timelines import COMMITTED, Timelines
 from asyncrl.schema import Batch, Group, Prompt, part_of
@@ -104,17 +113,18 @@ class GroupLifecycle:
         limiter: ConcurrencyLimiter | None = None,
         publish: Callable[[dict[str, Any]], None] = lambda ledger: None,
         figures: Callable[[], dict[str, float]] = dict,
-        recorder: Recorder | None = None,
         timelines: Timelines | None = None,
+        hooks: Sequence[RolloutHooks] = (),
     ) -> None:
-        """`publish` receives the ledger at every version; `figures` returns further figures for a batch."""
+        """`publish` receives the ledger at every version; `figures` returns further figures for a batch;
+        `hooks` get every event."""
         self._buffer = buffer
         self._client = client
         self._limiter = limiter or ConcurrencyLimiter()
         self._publish = publish
         self._more_figures = figures
-        self._recorder = recorder or Recorder()
         self._timelines = timelines or Timelines()
+        self._hooks = hooks
         self._waited = False
         self._changed = asyncio.Condition()
         self._released = asyncio.Event()
@@ -144,7 +154,7 @@ class GroupLifecycle:
     def begin(self, ticket: Ticket, prompt: Prompt, siblings: Sequence[GenerationSession]) -> None:
         """Record that the group of a ticket plays this prompt, with one trajectory per session."""
         self._buffer.begin(ticket, prompt.uid, len(siblings))
-        self._recorder.write(Admitted(ticket.slot, ticket.born, ticket.cohort, prompt.uid, len(siblings)))
+        self.tell(Admitted(ticket.slot, ticket.born, ticket.cohort, prompt.uid, len(siblings)))
         name = PromptName(prompt.uid, prompt.task, prompt.index)
         self._playing[ticket] = GroupInPlay(ticket, name, siblings)
 
@@ -152,7 +162,7 @@ class GroupLifecycle:
         """Hand in a finished group; engines may have generated more tokens for it than its agent kept."""
         discarded = self._close(ticket, COMMITTED, group.rewards) - group.num_tokens
         self._buffer.commit(ticket, group, discarded=discarded)
-        self._recorder.committed(ticket, group, discarded)
+        self.tell(GroupCommitted(ticket.slot, group, discarded))
         self._samples += len(group.rewards)
         await self._ended()
 
@@ -161,7 +171,7 @@ class GroupLifecycle:
         was played to its end."""
         received = self._close(ticket, reason, group.rewards if group else [])
         self._buffer.reject(ticket, reason, tokens=received)
-        self._recorder.rejected(ticket, reason, received, group)
+        self.tell(GroupRejected(ticket.slot, reason, received, group))
         await self._ended()
 
     def _close(self, ticket: Ticket, outcome: str, rewards: Sequence[float]) -> int:
@@ -229,7 +239,7 @@ class GroupLifecycle:
         batch = Batch(version, groups, self._taken(version) if last else {}, last)
         self._parts.setdefault(version, []).append(batch)
         if not last:
-            self._recorder.write(PartTaken(version, [group.uid for group in groups]))
+            self.tell(PartTaken(version, [group.uid for group in groups]))
             self._timelines.part_taken()
         return batch
 
@@ -240,7 +250,7 @@ class GroupLifecycle:
         self._timelines.taken(version, uids)
         self._waited = False
         figures = self._figures()
-        self._recorder.write(Taken(version, uids, figures))
+        self.tell(Taken(version, uids, figures))
         return figures
 
     def may_take(self) -> bool:
@@ -251,7 +261,7 @@ class GroupLifecycle:
         """Change the lead, or a fixed number of groups in flight."""
         if lead is not None:
             self._buffer.change_lead(lead)
-            self._recorder.write(Adjusted(lead, time.time()))
+            self.tell(Adjusted(lead, time.time()))
         if groups is not None:
             self._limiter.resize(groups)
         await self._wake()
@@ -274,10 +284,18 @@ class GroupLifecycle:
         self._released.set()
         ledger = asdict(self.ledger())
         if new:
-            self._recorder.write(Published(version, time.time(), ledger))
+            self.tell(Published(version, time.time(), ledger))
         self._publish({"version": version, **ledger})
         await self._wake()
         return new
+
+    def tell(self, event: Event) -> None:
+        """Tell the extensions of an event, and of a group that was played to its end."""
+        group = event.group if isinstance(event, GroupCommitted | GroupRejected) else None
+        for hooks in self._hooks:
+            if group:
+                hooks.group(group)
+            hooks.event(event)
 
     async def released(self) -> None:
         """Wait until the trainer reports that every engine serves its version."""

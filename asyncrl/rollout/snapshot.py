@@ -19,8 +19,8 @@ import msgspec
 
 from asyncrl import schema
 from asyncrl.errors import RecordError
-from asyncrl.records.events import Published, Saved
 from asyncrl.rollout.buffer import BufferState, Ticket
+from asyncrl.rollout.events import Published, Saved
 from asyncrl.rollout.groups import GroupInPlay, GroupLifecycle, PromptName
 from asyncrl.rollout.prompts import Cursor
 from asyncrl.schema import Batch, Exchange
@@ -87,10 +87,14 @@ class ResumableGroups(GroupLifecycle):
         return (self._buffer.version, self._buffer.step) == (version, version) and not self._parts
 
     async def saved(self, version: int, number: int = 0) -> None:
-        """Record that the state was saved, with this number if it is for the journal, and flush everything recorded so
-        far."""
-        self._recorder.write(Saved(version, number))
-        await asyncio.to_thread(self._recorder.flush)
+        """Record that the state was saved, with this number if it is for the journal. Wait until this event and all
+        before it would survive the death of the process."""
+        self.tell(Saved(version, number))
+        await asyncio.to_thread(self._flush)
+
+    def _flush(self) -> None:
+        for hooks in self._hooks:
+            hooks.flush()
 
     def state(self) -> GroupsState:
         """Return the state. Serialize it immediately: it shares its parts with this object."""
@@ -143,7 +147,7 @@ class ResumableGroups(GroupLifecycle):
         for version in since:
             self._buffer.publish(version)
             self._parts.pop(version - 1, None)
-            self._recorder.write(Published(version, time.time(), asdict(self.ledger())))
+            self.tell(Published(version, time.time(), asdict(self.ledger())))
         if held:
             self._client.inflight.hold()
         else:

@@ -31,6 +31,7 @@ from asyncrl.errors import PeerFailed  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies, dtype_figures  # noqa: E402
 from asyncrl.network.addresses import MACHINE, PEER_FAILED, STOP, STOPPED  # noqa: E402
+from asyncrl.observability.timeline import BatchScores  # noqa: E402
 from asyncrl.progress import Progress, failing  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
 from asyncrl.trainer import checkpoint  # noqa: E402
@@ -48,7 +49,6 @@ from asyncrl.trainer.parallel import host_group  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from asyncrl.trainer.publishers import build_publisher  # noqa: E402
 from asyncrl.trainer.rank import Rank, join  # noqa: E402
-from asyncrl.trainer.recordings import ScoreWriter  # noqa: E402
 from asyncrl.trainer.recovery import Start, find_start  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
 from asyncrl.weights.publish import VersionPublisher  # noqa: E402
@@ -77,8 +77,6 @@ def main(run_dir: Path) -> None:
         snapshot=source.snapshot,
     )
     _begin(rank, start, policy, publisher, checkpoints, log, stop)
-    scored = config.record and config.mode == "train" and parallel.is_first
-    scores = ScoreWriter(run_dir, rank.warn, enabled=scored)
     batches = BatchFeed(
         source if parallel.is_first else None,
         lambda: publisher.idle() and fleet.needs_weights(),
@@ -89,12 +87,11 @@ def main(run_dir: Path) -> None:
         group=host_group(rank.timeout) if config.weights.overlap or config.cluster.shares_gpus else None,
     )
     saving = Saving(rank, policy, publisher, checkpoints, log, start)
-    update = _measured(rank, policy, publisher, scores)
+    update = _measured(rank, policy, publisher)
     reason, version = train(update, batches, publisher, log, stop, save=saving.after_step, version=start.version)
     rank.begins("end", version)
     saving.at_the_end(version, export=reason != ASKED)
     rank.phases.close()
-    scores.close()
     if parallel.is_first:
         _tell_the_end(rank, source, log, {"reason": reason, "transport": transport, **checkpoints.figures()})
     _leave(log, rank.progress)
@@ -149,9 +146,7 @@ def _begin(
         checkpoints.save(version)  # into this run's own folder, so that the next resume=auto finds it
 
 
-def _measured(
-    rank: Rank, policy: Policy, publisher: VersionPublisher, scores: ScoreWriter
-) -> Callable[[Batch], dict[str, float]]:
+def _measured(rank: Rank, policy: Policy, publisher: VersionPublisher) -> Callable[[Batch], dict[str, float]]:
     """Return the update of a batch, or of a part of one, that is measured, and with the last part also recorded."""
     meter = policy.network.meter
 
@@ -162,7 +157,8 @@ def _measured(
         if batch.last:
             for name, began, ended in meter.spans():
                 rank.phases(name, batch.version, began, ended)
-            scores.write(batch.version, lambda: policy.started)
+            if rank.parallel.is_first:
+                rank.phases.tell(BatchScores(batch.version, policy.started))
         return metrics
 
     return update

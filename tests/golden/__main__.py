@@ -29,13 +29,13 @@ from hydra.errors import HydraException
 
 from asyncrl import config as configuration
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.recording import events
 from asyncrl.launch.help import further_confs
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import Node, place
 from asyncrl.launch.plan import plan
 from asyncrl.metrics import fields as metrics
 from asyncrl.network.ports import free_port
-from asyncrl.records import events
 from asyncrl.rollout.snapshot import Snapshot
 from asyncrl.schema import Batch, Completion, Trajectory, encode
 from tests.fakes import addresses, completion, compose_values, missing, trajectory

@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.config import Config, load
-from asyncrl.records import events
+from asyncrl.extensions.recording import events
 from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSpan
 from tests.fakes import compose_values, in_parts
 from tests.integration.losses import ALGORITHMS

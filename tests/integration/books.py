@@ -13,8 +13,9 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.extensions.reading.recordings import Recording
-from asyncrl.records.events import Admitted, Committed, Published, Taken, unpacked
+from asyncrl.extensions.recording.events import Committed, unpacked
+from asyncrl.extensions.recording.reader import Recording
+from asyncrl.rollout.events import Admitted, Published, Taken
 from asyncrl.rollout.ledger import Ledger
 from asyncrl.schema import Group
 from tests.integration.running import BATCH, BOUND, GROUP, RUN, STEPS, lines, run

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from asyncrl.extensions.reading.recordings import Recording
+from asyncrl.extensions.recording.events import decode
+from asyncrl.extensions.recording.frames import Frames, path_of
+from asyncrl.extensions.recording.reader import Recording
 from asyncrl.extensions.timelines.reader import TimelineReader
 from asyncrl.extensions.view.watch.runs import RunFolder
 from asyncrl.extensions.view.watch.server import app
 from asyncrl.models import catalog
 from asyncrl.observability.timeline import ProcessSpan
-from asyncrl.records.events import PartTaken, Published, Taken, decode
-from asyncrl.records.frames import Frames, path_of
+from asyncrl.rollout.events import PartTaken, Published, Taken
 from asyncrl.rollout.parts import load_tokenizer
 from asyncrl.schema import encode
 from tests.integration.books import trained, weights

@@ -13,8 +13,8 @@ import pytest
 
 from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.checkpoints.store import CheckpointStore
-from asyncrl.extensions.reading.recordings import Recording
-from asyncrl.records.events import Committed, unpacked
+from asyncrl.extensions.recording.events import Committed, unpacked
+from asyncrl.extensions.recording.reader import Recording
 from asyncrl.rollout import snapshot
 from tests.integration.books import check_books, trained, weights
 from tests.integration.noted_envs import TURNS

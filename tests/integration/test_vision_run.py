@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.checkpoints.store import CheckpointStore
-from asyncrl.extensions.reading.recordings import Recording
+from asyncrl.extensions.recording.reader import Recording
 from asyncrl.extensions.view.inspection.cli import main
 from asyncrl.images import png_size
 from tests.integration.books import tensors, trained, weights

@@ -19,12 +19,9 @@ from asyncrl.models.tiny import TOKENS
 from asyncrl.network.addresses import Addresses
 from asyncrl.progress import failing, failures
 from asyncrl.rollout.agent import close_all
-from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.build import RolloutParts
 from asyncrl.rollout.parts import ModelParts, _client, allow_files
-from asyncrl.rollout.recorder import Recorder
-from asyncrl.schema import Group
-from tests.fakes import group, tiny_config, tiny_values
+from tests.fakes import tiny_config, tiny_values
 
 
 @pytest.mark.parametrize(
@@ -169,12 +166,3 @@ def test_episodes_needing_too_many_files_are_refused_or_told(monkeypatch: pytest
         "200 groups of 8 need up to 1856 open files in each of 1 processes"
     ]
     assert set(allowed) == {(1024, 1024)}
-
-
-def test_listeners_get_every_group_that_was_played_to_its_end() -> None:
-    found: list[Group] = []
-    recorder = Recorder(listeners=[found.append])
-    recorder.committed(Ticket(0, 0), group(0), 0)
-    recorder.rejected(Ticket(1, 0), "no_signal", 2, group(1))
-    recorder.rejected(Ticket(2, 0), "agent", 2, None)
-    assert [one.slot for one in found] == [0, 1]

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.errors import AsyncRLError, ConfigError, EngineError, EpisodeFailed
-from asyncrl.extension import PlayerHooks
+from asyncrl.extension import PlayerHooks, RolloutHooks
 from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.episode import Episode
 from asyncrl.rollout.limiter import FixedConcurrency
@@ -377,18 +377,28 @@ def test_groups_have_the_size_of_their_task_and_are_scored_by_it() -> None:
     asyncio.run(main())
 
 
+class Heard(RolloutHooks):
+    """Groups that were played to their end."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+
+    def group(self, group: Group) -> None:
+        self.groups.append(group)
+
+
 def test_listeners_hear_of_every_whole_group() -> None:
-    heard: list[Group] = []
+    heard = Heard()
 
     async def main() -> None:
         verdicts = iter([False, True, False, *[True] * 100])
         agent = Failing(lambda n: EpisodeFailed("judge") if n == 1 else None)
-        site = Site(agent, accept=lambda group: next(verdicts), listeners=[heard.append])
+        site = Site(agent, accept=lambda group: next(verdicts), listeners=[heard])
         await site.run_until(lambda: site.ledger().groups.ready == 4)
         assert site.ledger().groups.rejected == {"not_accepted": 2, "judge": 1}
 
     asyncio.run(main())
-    assert len(heard) == 6
+    assert len(heard.groups) == 6
 
 
 class Annotating(PlayerHooks):

@@ -8,17 +8,17 @@ from typing import Any
 
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.session import GenerationSession
+from asyncrl.extension import RolloutHooks
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.groups import ConcurrencyLimiter
 from asyncrl.rollout.hooks import accept_all
 from asyncrl.rollout.ledger import Ledger
 from asyncrl.rollout.player import GroupPlayer
-from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.snapshot import ResumableGroups
 from asyncrl.rollout.worker import Worker
-from asyncrl.schema import Group, Prompt
+from asyncrl.schema import Prompt
 from asyncrl.tasks.scores import TaskScoreReward
 from tests.fakes import FakeClient, FakeTemplate, LengthTask, completion, in_turn, until
 
@@ -37,13 +37,13 @@ class Site:
         waste: int = 0,
         buffer: dict[str, Any] | None = None,
         draw: Callable[[int], Prompt] | None = None,
-        listeners: Sequence[Callable[[Group], None]] = (),
+        listeners: Sequence[RolloutHooks] = (),
         **settings: Any,
     ) -> None:
         self.buffer = CohortBuffer(batch_groups, bound, **(buffer or {}))
         self.client: Any = FakeClient(lambda ids: completion(tokens=ids[1] % 3 + 1), waste)
 
-        groups = ResumableGroups(self.buffer, self.client, recorder=Recorder(listeners=listeners))
+        groups = ResumableGroups(self.buffer, self.client, hooks=listeners)
         self.told: list[tuple[str, str | None]] = []
         sizes = {"length": 3, "long": 5}
         failures = FailureReporter(lambda text, trace: self.told.append((text, trace)))

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from asyncrl.errors import ConfigError, RecordError
-from asyncrl.extensions.reading.recordings import Recording
+from asyncrl.extensions.recording.events import Committed, packed
+from asyncrl.extensions.recording.reader import Recording
+from asyncrl.extensions.recording.writer import RECORDS, Writer
 from asyncrl.extensions.view.inspection.rows import rows_of
-from asyncrl.records.events import Committed, Taken, packed
-from asyncrl.records.writer import RECORDS, Writer
+from asyncrl.rollout.events import Taken
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 
 UNTRAINED = ("pending", "aborted", "failed")

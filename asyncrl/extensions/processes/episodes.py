@@ -30,9 +30,9 @@ from asyncrl.config import read
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import AsyncRLError, EpisodeFailed, described, first_of
 from asyncrl.extensions.processes import wire
+from asyncrl.extensions.recording.events import compressed
 from asyncrl.network.addresses import PEER_FAILED, Addresses
 from asyncrl.progress import Progress, failing
-from asyncrl.records.events import compressed
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import question_of, render
 from asyncrl.rollout.serving import contain

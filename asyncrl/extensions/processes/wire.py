@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from asyncrl.engine.adapters import InUse
+from asyncrl.extensions.recording.events import CompressedGroup
 from asyncrl.network.addresses import Access
 from asyncrl.network.tls import Signed
 from asyncrl.observability.intervals import Interval
-from asyncrl.records.events import CompressedGroup
 from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.player import Sums
 from asyncrl.schema import Exchange, Trajectory, encode

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from asyncrl import jsonl
 from asyncrl.errors import RecordError
 from asyncrl.extension import RolloutHooks
-from asyncrl.extensions.reading.recordings import Recording
+from asyncrl.extensions.recording.reader import Recording
 from asyncrl.schema import Completion, Group
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 from asyncrl import lookup
 from asyncrl.config import Config, under_new_names
 from asyncrl.errors import ConfigError, RecordError
-from asyncrl.extensions.reading.recordings import Recording
+from asyncrl.extensions.recording.reader import Recording
 from asyncrl.extensions.replay.extension import ReplaySettings
 from asyncrl.launch.checks.model_files import check_same_tokens
 from asyncrl.launch.resume import OTHER_ANYWAY

@@ -29,15 +29,16 @@ from asyncrl.config import read
 from asyncrl.engine.adapters import ServedAdapters
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.errors import RecordError
-from asyncrl.extensions.reading.recordings import Recording
+from asyncrl.extensions.recording.events import Committed, Rejected
+from asyncrl.extensions.recording.reader import Recording
 from asyncrl.extensions.replay.extension import settings_of
 from asyncrl.network.addresses import READY, Addresses
 from asyncrl.network.tls import signed
 from asyncrl.observability.intervals import Activity
 from asyncrl.progress import failing
-from asyncrl.records.events import Adjusted, Admitted, Began, Committed, PartTaken, Published, Rejected, Taken
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.build import build_buffer
+from asyncrl.rollout.events import Adjusted, Admitted, Began, PartTaken, Published, Taken
 from asyncrl.rollout.reporters import RunReporter
 from asyncrl.rollout.server import RolloutServer
 from asyncrl.rollout.serving import serve

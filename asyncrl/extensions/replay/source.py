@@ -7,7 +7,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from asyncrl.errors import RecordError
-from asyncrl.extensions.reading.recordings import Recording
+from asyncrl.extensions.recording.reader import Recording
 from asyncrl.extensions.replay.extension import ReplaySettings
 from asyncrl.schema import Batch, Group, Turn, VersionSpan, encode, part_of
 from asyncrl.trainer.batch_source import BatchSource

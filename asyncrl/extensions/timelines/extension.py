@@ -60,7 +60,7 @@ class TimelineRollout(extension.RolloutHooks):
         self._writer.close()
 
 
-class Timelines(extension.Extension):
+class TimelinesExtension(extension.Extension):
     """The timelines of all processes, in files."""
 
     Settings = TimelineSettings
@@ -80,4 +80,4 @@ class Timelines(extension.Extension):
         return TimelineWriter(run_dir, process, warn)
 
 
-Own = Timelines
+Own = TimelinesExtension

@@ -4,8 +4,8 @@
     RUN/timeline/trainer-0/    the phases of a trainer rank; launcher/: restarts
     RUN/timeline/engines/      spans that engines and the router sent (observe.engines=true)
 
-Each folder holds frames as a recording does (asyncrl/records), with an index of the groups and steps of each frame. A
-resumed run appends: of two records of one group or step, the later one is of the run that went on.
+Each folder holds frames as a recording does (asyncrl/extensions/recording), with an index of the groups and steps of
+each frame. A resumed run appends: of two records of one group or step, the later one is of the run that went on.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.errors import RecordError
+from asyncrl.extensions.recording.frames import FramePosition
+from asyncrl.extensions.recording.index import IndexEntry
+from asyncrl.extensions.recording.writer import Writer
 from asyncrl.observability import timeline
-from asyncrl.observability.timeline import BatchTimeline, GroupTimeline, PublishTimeline
-from asyncrl.records.frames import FramePosition
-from asyncrl.records.index import IndexEntry
-from asyncrl.records.writer import Writer
+from asyncrl.observability.timeline import BatchTimeline, GroupTimeline, ProcessSpan, PublishTimeline
 
 FOLDER = "timeline"
 ROLLOUT, LAUNCHER, ENGINES = timeline.ROLLOUT, timeline.LAUNCHER, "engines"
@@ -50,7 +50,7 @@ class EngineSpan(msgspec.Struct, frozen=True, tag="engine"):
     attributes: dict[str, str | float] = {}
 
 
-Record = timeline.Record | Started | EngineSpan
+Record = Started | GroupTimeline | BatchTimeline | PublishTimeline | ProcessSpan | EngineSpan
 _decoder = msgspec.msgpack.Decoder(list[Record])
 
 
@@ -75,9 +75,10 @@ def folder_of(run: Path, process: str) -> Path:
     return run / FOLDER / process.replace(" ", "-")
 
 
-def writer(run: Path, process: str) -> Writer[Record]:
-    """Return a writer of the timeline of a process, which appends to that of an earlier start."""
-    return Writer(folder_of(run, process), decode=decode, entry=index_entry, linger=LINGER)
+def writer(run: Path, process: str, warn: Callable[[str], None] = print) -> Writer[Record]:
+    """Return a writer of the timeline of a process, which appends to that of an earlier start. `warn` is called once if
+    it fails."""
+    return Writer(folder_of(run, process), decode=decode, entry=index_entry, linger=LINGER, warn=warn)
 
 
 class TimelineWriter:
@@ -85,21 +86,18 @@ class TimelineWriter:
     on without it, and `warn` is called once."""
 
     def __init__(self, run: Path, process: str, warn: Callable[[str], None], share: float = 1.0) -> None:
-        self._warn = warn
         self._share = share
         self._writer: Writer[Record] | None = None
         try:
-            self._writer = writer(run, process)
+            self._writer = writer(run, process, warn)
         except (OSError, RecordError) as error:
-            self._fail(error)
+            warn(f"the timeline ends here: {error}. The run continues without it.")
 
-    def record(self, record: Record) -> None:
+    def record(self, record: timeline.Record | Record) -> None:
         """Write a record, in the writer's thread."""
-        if self._writer is None or (isinstance(record, GroupTimeline) and not in_sample(record.uid, self._share)):
-            return
-        self._writer.write(record)
-        if self._writer.failed:
-            self._fail(self._writer.failed)
+        left_out = isinstance(record, GroupTimeline) and not in_sample(record.uid, self._share)
+        if self._writer and isinstance(record, Record) and not left_out:
+            self._writer.write(record)
 
     @property
     def seconds(self) -> float:
@@ -110,10 +108,6 @@ class TimelineWriter:
         """Write the remaining records."""
         if self._writer:
             self._writer.close()
-
-    def _fail(self, error: Exception) -> None:
-        self._writer = None
-        self._warn(f"the timeline ends here: {error}. The run continues without it.")
 
 
 def in_sample(uid: str, share: float) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from asyncrl.extensions.recording.frames import FramePosition, Frames, files
+from asyncrl.extensions.recording.index import usable
 from asyncrl.extensions.timelines.files import FOLDER, Record, decode, folder_of
 from asyncrl.observability.intervals import ENVIRONMENT, PHASES, TOOL
 from asyncrl.observability.timeline import EpisodeTimeline
-from asyncrl.records.frames import FramePosition, Frames, files
-from asyncrl.records.index import usable
 
 
 def durations(episode: EpisodeTimeline) -> dict[str, float]:

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.errors import RecordError
-from asyncrl.extensions.reading.recordings import Recording
-from asyncrl.records import events, frames
-from asyncrl.records.events import Event, Scored
-from asyncrl.records.frames import FramePosition
-from asyncrl.records.writer import TRAINER
+from asyncrl.extensions.recording import events, frames
+from asyncrl.extensions.recording.events import Event, Scored
+from asyncrl.extensions.recording.frames import FramePosition
+from asyncrl.extensions.recording.reader import Recording
+from asyncrl.extensions.recording.writer import TRAINER
 
 
 class ViewedRecording(Recording):

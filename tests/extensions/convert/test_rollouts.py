@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asyncrl.extensions.convert.cli import main
-from asyncrl.extensions.reading.recordings import Recording
+from asyncrl.extensions.recording.reader import Recording
 from asyncrl.schema import VersionSpan
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from asyncrl.extensions.recording.events import Committed, packed
+from asyncrl.extensions.recording.writer import Writer
 from asyncrl.extensions.replay.compare import GroupComparison, difference
 from asyncrl.jsonl import Tail
-from asyncrl.records.events import Committed, packed
-from asyncrl.records.writer import Writer
 from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.schema import Completion, VersionSpan
 from tests.fakes import addresses, group, tiny_config

@@ -10,8 +10,8 @@ import pytest
 
 from asyncrl.errors import RecordError
 from asyncrl.extensions.replay.schedule_replay import ScheduleReplay
-from asyncrl.records.events import Adjusted, Admitted
 from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.events import Adjusted, Admitted
 
 FIRST, SECOND = Admitted(0, 0, 0, "p0", 1), Admitted(1, 0, 1, "p1", 1)
 

@@ -13,15 +13,16 @@ import pytest
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.extension import Extension
+from asyncrl.extensions.recording.events import Committed, packed
+from asyncrl.extensions.recording.frames import path_of
+from asyncrl.extensions.recording.writer import RECORDS, Writer
 from asyncrl.extensions.replay.extension import settings_of
 from asyncrl.extensions.replay.recorded import check_recording, check_vocabulary
 from asyncrl.launch.compose import compose, load
 from asyncrl.launch.main import CONF, main
 from asyncrl.launch.resume import changes
 from asyncrl.models import catalog
-from asyncrl.records.events import Committed, Taken, packed
-from asyncrl.records.frames import path_of
-from asyncrl.records.writer import RECORDS, Writer
+from asyncrl.rollout.events import Taken
 from asyncrl.settings import Section
 from tests.fakes import group, reusing, tiny_config
 from tests.forks import forked

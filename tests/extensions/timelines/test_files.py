@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.extensions.recording.index import usable
 from asyncrl.extensions.timelines import files
 from asyncrl.extensions.timelines.reader import TimelineReader
 from asyncrl.observability.timeline import LAUNCHER, Phases, ProcessSpan
-from asyncrl.records.index import usable
 from tests.extensions.timelines.made import RECORDS
 from tests.fakes import tiny_config
 
@@ -37,7 +37,7 @@ def test_a_share_of_the_groups_is_recorded_and_everything_else(tmp_path: Path) -
 def test_a_timeline_that_cannot_be_written_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
     writer = files.TimelineWriter(tmp_path, "rollout", warnings.append)
-    monkeypatch.setattr("asyncrl.records.writer.SPARE_BYTES", 1 << 62)  # no disk has so much
+    monkeypatch.setattr("asyncrl.extensions.recording.writer.SPARE_BYTES", 1 << 62)  # no disk has so much
     for record in RECORDS:
         writer.record(record)
         time.sleep(0.15)  # longer than a frame is collected, all in all

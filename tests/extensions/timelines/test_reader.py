@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.extensions.recording import frames
+from asyncrl.extensions.recording.frames import path_of
 from asyncrl.extensions.timelines import files
 from asyncrl.extensions.timelines.reader import TimelineReader, processes
-from asyncrl.records import frames
-from asyncrl.records.frames import path_of
 from tests.extensions.timelines.made import RECORDS, recorded
 
 

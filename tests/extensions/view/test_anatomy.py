@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.extensions.recording import frames
 from asyncrl.extensions.timelines import files
 from asyncrl.extensions.timelines.files import Record
 from asyncrl.extensions.view.watch.anatomy import anatomy, load, phase_seconds, straggler
@@ -19,7 +20,6 @@ from asyncrl.observability.timeline import (
     ProcessSpan,
     PublishTimeline,
 )
-from asyncrl.records import frames
 
 
 def group(uid: str, *episodes: list[Interval], admitted: float = 0.0, ended: float = 9.0) -> GroupTimeline:

@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer, models
 
-from asyncrl.extensions.reading.recordings import Recording
+from asyncrl.extensions.recording.reader import Recording
 from asyncrl.extensions.view.inspection.rows import rows_of
 from asyncrl.images import image_name
 from asyncrl.schema import Group, Trajectory, Turn

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import visible
+from asyncrl.extensions.recording.events import Committed, Event, Rejected, packed
+from asyncrl.extensions.recording.writer import Writer
 from asyncrl.extensions.view.inspection.cli import main
 from asyncrl.models.catalog import resolve
-from asyncrl.records.events import Admitted, Committed, Event, Rejected, Taken, packed
-from asyncrl.records.writer import Writer
+from asyncrl.rollout.events import Admitted, Taken
 from tests.fakes import group
 
 ESC = "\x1b"

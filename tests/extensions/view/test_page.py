@@ -18,15 +18,16 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from rich.console import Console
 
-from asyncrl.extensions.reading.recordings import Recording
+from asyncrl.extensions.recording.events import Committed, Event, Rejected, packed, scored
+from asyncrl.extensions.recording.reader import Recording
+from asyncrl.extensions.recording.writer import TRAINER, Writer
 from asyncrl.extensions.view.inspection.cli import main
 from asyncrl.extensions.view.inspection.page import page
 from asyncrl.extensions.view.inspection.render import group_text
 from asyncrl.extensions.view.inspection.rows import rows_of
 from asyncrl.extensions.view.recording import ViewedRecording
 from asyncrl.images import image_name
-from asyncrl.records.events import Committed, Event, Rejected, Taken, packed, scored
-from asyncrl.records.writer import TRAINER, Writer
+from asyncrl.rollout.events import Taken
 from asyncrl.schema import Group, Trajectory, Turn
 from tests.fakes import completion, group
 

@@ -16,7 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from asyncrl import jsonl
-from asyncrl.extensions.reading.recordings import Recording
+from asyncrl.extensions.recording.reader import Recording
 from asyncrl.extensions.view.watch.cli import main
 from asyncrl.extensions.view.watch.ending import MOST_LINES, log_lines
 from asyncrl.extensions.view.watch.runs import RunFolder

@@ -12,11 +12,11 @@ import pytest
 from asyncrl.algo.samples import build_samples
 from asyncrl.config import TaskConfig
 from asyncrl.errors import RecordError
+from asyncrl.extensions.recording.events import Committed, Rejected, packed
+from asyncrl.extensions.recording.writer import Writer
 from asyncrl.extensions.view.inspection import cli
 from asyncrl.extensions.view.inspection.training_rows import RENDERED, decoder, rows
 from asyncrl.models.tiny import write
-from asyncrl.records.events import Committed, Rejected, packed
-from asyncrl.records.writer import Writer
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 from tests.fakes import compose_values, tiny_config
 
@@ -66,7 +66,7 @@ def test_right_answers_of_a_recording_are_trained(run: Path, capsys: pytest.Capt
     values = compose_values("experiment=warmup", "model=tiny")["task"]
     read = sft.ChatRows(TaskConfig.model_validate({**values, "train_file": str(run / "rows.jsonl")}))
     trained, decode = sft.Trained(run / "model", tiny_config()), decoder(run)
-    from asyncrl.extensions.reading.recordings import Recording
+    from asyncrl.extensions.recording.reader import Recording
 
     recorded = [
         sample for uid in ("g0", "g1") for (own,) in [build_samples([Recording(run).group(uid)])] for sample in own

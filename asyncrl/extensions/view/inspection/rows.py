@@ -6,17 +6,17 @@ import hashlib
 from dataclasses import dataclass
 
 from asyncrl.errors import RecordError
-from asyncrl.extensions.reading.recordings import Recording
-from asyncrl.records.events import (
+from asyncrl.extensions.recording.events import (
     Committed,
     Event,
     PackedGroup,
     PackedTurn,
     Rejected,
-    Taken,
     num_tokens,
     token_rewards,
 )
+from asyncrl.extensions.recording.reader import Recording
+from asyncrl.rollout.events import Taken
 from asyncrl.schema import Completion, Trajectory, Turn
 
 Bounds = tuple[float | None, float | None]

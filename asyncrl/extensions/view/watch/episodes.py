@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import RecordError
-from asyncrl.extensions.reading.recordings import images_of
+from asyncrl.extensions.recording.events import Committed, packed
+from asyncrl.extensions.recording.frames import FramePosition
+from asyncrl.extensions.recording.reader import images_of
 from asyncrl.extensions.view.inspection import render
 from asyncrl.extensions.view.inspection.page import group_content
 from asyncrl.extensions.view.inspection.rows import GroupFilter, GroupRow, RecordedRows
 from asyncrl.extensions.view.recording import ViewedRecording
-from asyncrl.records.events import Committed, Taken, packed
-from asyncrl.records.frames import FramePosition
+from asyncrl.rollout.events import Taken
 
 SCAN_SECONDS, SEARCH_SECONDS = 0.5, 0.5
 """Time of a request that may be spent on the scan, and on the search."""

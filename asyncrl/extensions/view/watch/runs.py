@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import RecordError
-from asyncrl.extensions.reading.recordings import folder_of
+from asyncrl.extensions.recording import frames
+from asyncrl.extensions.recording.reader import folder_of
+from asyncrl.extensions.recording.writer import RECORDS, TRAINER
 from asyncrl.extensions.timelines.files import FOLDER as TIMELINE
 from asyncrl.extensions.view.inspection.page import section
 from asyncrl.extensions.view.watch.anatomy import BatchFacts
@@ -27,8 +29,6 @@ from asyncrl.extensions.view.watch.timelines import TimelineIndex
 from asyncrl.jsonl import Tail, opened, parsed, read_object
 from asyncrl.network.addresses import END
 from asyncrl.progress import FOLDER as PROGRESS
-from asyncrl.records import frames
-from asyncrl.records.writer import RECORDS, TRAINER
 
 Row = dict[str, Any]
 CONFIG, STATUS, SUMMARY = "config.json", "status.json", "summary.json"

@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
+from asyncrl.extensions.recording.frames import FramePosition
 from asyncrl.extensions.timelines import reader
 from asyncrl.extensions.timelines.files import Record
 from asyncrl.observability.timeline import ROLLOUT, BatchTimeline, GroupTimeline, ProcessSpan, PublishTimeline
-from asyncrl.records.frames import FramePosition
 
 RESTART = "restart"
 """Name of the launcher's spans for engines and routers that it starts again."""

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import msgspec
 
 from asyncrl.errors import RecordError
-from asyncrl.records import events, frames, images
-from asyncrl.records.frames import Compressed, FramePosition, Frames
-from asyncrl.records.index import IndexEntry, index_path, usable
+from asyncrl.extensions.recording import events, frames, images
+from asyncrl.extensions.recording.frames import Compressed, FramePosition, Frames
+from asyncrl.extensions.recording.index import IndexEntry, index_path, usable
 
 T = TypeVar("T")
 Decode = Callable[[bytes], Sequence[T]]
@@ -60,13 +60,15 @@ class Writer(Generic[T]):
         decode: Decode[Any] = events.decode,
         entry: Entry[Any] = IndexEntry.of,
         linger: float = LINGER,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`decode` and `entry` are those of the events. An event waits up to `linger` seconds for others to share its
-        frame."""
+        frame. `warn` is called once if writing fails, in any thread."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self.left_out = folder, repair(folder, decode, entry)
         """`left_out` is the size in bytes of the torn tail that an earlier run left."""
         self._entry, self._linger = entry, linger
+        self._warn = warn
         self._changed = threading.Condition()
         self._waiting: list[_Waiting[T]] = []
         self._bytes = 0
@@ -164,9 +166,11 @@ class Writer(Generic[T]):
 
     def _fail(self, error: RecordError) -> None:
         with self._changed:
-            self.failed = error
+            first, self.failed = self.failed is None, error
             self._waiting.clear()
             self._changed.notify_all()
+        if first:
+            self._warn(f"{error}. The run continues without it.")
 
 
 def repair(folder: Path, decode: Decode[Any] = events.decode, entry: Entry[Any] = IndexEntry.of) -> int:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from asyncrl.errors import RecordError
-from asyncrl.records import frames
-from asyncrl.records.frames import Compressed
+from asyncrl.extensions.recording import frames
+from asyncrl.extensions.recording.frames import Compressed
+from asyncrl.rollout.events import Adjusted, Admitted, Began, PartTaken, Published, Saved, Taken
 from asyncrl.schema import Completion, Group, Routing, Trajectory, Turn, VersionSpan
 
 
@@ -60,27 +60,6 @@ class CompressedGroup(msgspec.Struct, frozen=True, array_like=True):
     content: Compressed
 
 
-class Began(msgspec.Struct, frozen=True, tag="began"):
-    """The rollout process has started, was resumed, or was started again: the following events happened under this
-    configuration."""
-
-    run_id: str
-    time: float
-    version: int
-    config: dict[str, Any]
-    number: int = 0  # of the snapshot that it goes on from, if that was in the journal
-
-
-class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
-    """The buffer issued a ticket, and this prompt is played for it."""
-
-    slot: int
-    born: int
-    cohort: int
-    prompt: str  # uid
-    trajectories: int
-
-
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
     """A group was handed in; engines also generated `discarded` tokens that are not in it."""
 
@@ -96,44 +75,6 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     reason: str
     tokens: int
     group: PackedGroup | None = None
-
-
-class PartTaken(msgspec.Struct, frozen=True, tag="part_taken"):
-    """The trainer began with these groups of a batch (trainer.batch_parts); the next `taken` names them again."""
-
-    step: int
-    uids: list[str]
-
-
-class Taken(msgspec.Struct, frozen=True, tag="taken"):
-    """A batch was composed of these groups, in this order."""
-
-    step: int
-    uids: list[str]
-    figures: dict[str, float]
-
-
-class Adjusted(msgspec.Struct, frozen=True, tag="adjusted"):
-    """The buffer was asked for another lead."""
-
-    lead: int
-    time: float
-
-
-class Published(msgspec.Struct, frozen=True, tag="published"):
-    """Every engine serves this version; the ledger is that of this instant."""
-
-    version: int
-    time: float
-    ledger: dict[str, Any]
-
-
-class Saved(msgspec.Struct, frozen=True, tag="saved"):
-    """The state at this instant went into the checkpoint of this version, or with a number into the journal. A later
-    `began` may continue from it."""
-
-    version: int
-    number: int = 0
 
 
 class Scored(msgspec.Struct, frozen=True, tag="scored"):

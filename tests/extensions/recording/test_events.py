@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import RecordError
-from asyncrl.records import events
-from asyncrl.records.events import Admitted, Committed, Event, PackedGroup, Taken, decode, packed, unpacked
+from asyncrl.extensions.recording import events
+from asyncrl.extensions.recording.events import Committed, Event, PackedGroup, decode, packed, unpacked
+from asyncrl.rollout.events import Admitted, Taken
 from asyncrl.schema import Completion, Group, Routing, Trajectory, Turn, VersionSpan
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.records.events import Admitted, Committed, Event, Rejected, Taken, packed
-from asyncrl.records.writer import Writer
+from asyncrl.extensions.recording.events import Committed, Event, Rejected, packed
+from asyncrl.extensions.recording.writer import Writer
+from asyncrl.rollout.events import Admitted, Taken
 from asyncrl.schema import Group
 from tests.fakes import group
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import RecordError
-from asyncrl.records import frames
-from asyncrl.records.events import Event, compressed, decode, packed
-from asyncrl.records.writer import Writer
+from asyncrl.extensions.recording import frames
+from asyncrl.extensions.recording.events import Event, compressed, decode, packed
+from asyncrl.extensions.recording.writer import Writer
 from tests.examples import examples
-from tests.records.told import told, write
+from tests.extensions.recording.told import told, write
 
 
 def held(folder: Path) -> list[Event]:
@@ -54,8 +54,8 @@ def test_damage_before_the_end_is_refused_and_no_torn_tail(tmp_path: Path) -> No
 
 def test_hanging_disk_ends_the_recording_and_blocks_nobody(tmp_path: Path, monkeypatch) -> None:
     stuck = threading.Event()
-    monkeypatch.setattr("asyncrl.records.writer.PATIENCE", 0.05)
-    monkeypatch.setattr("asyncrl.records.writer.MOST_WAITING", 0)
+    monkeypatch.setattr("asyncrl.extensions.recording.writer.PATIENCE", 0.05)
+    monkeypatch.setattr("asyncrl.extensions.recording.writer.MOST_WAITING", 0)
     monkeypatch.setattr(Writer, "_append", lambda *_: stuck.wait(30))
     writer = Writer(tmp_path)
     for event in told()[:3]:
@@ -66,13 +66,15 @@ def test_hanging_disk_ends_the_recording_and_blocks_nobody(tmp_path: Path, monke
 
 
 def test_full_disk_ends_the_recording_and_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = Writer(tmp_path)
+    warnings: list[str] = []
+    writer = Writer(tmp_path, warn=warnings.append)
     writer.write(told()[0])
     writer.flush()
-    monkeypatch.setattr("asyncrl.records.writer.SPARE_BYTES", 1 << 62)
+    monkeypatch.setattr("asyncrl.extensions.recording.writer.SPARE_BYTES", 1 << 62)
     writer.write(told()[1])
     writer.flush()
     assert "MB left" in str(writer.failed)
     writer.write(told()[2])
     writer.close()
     assert held(tmp_path) == told()[:1]
+    assert warnings == [f"{writer.failed}. The run continues without it."]

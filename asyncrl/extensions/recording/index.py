@@ -12,10 +12,11 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.errors import RecordError
+from asyncrl.extensions.recording import frames
+from asyncrl.extensions.recording.events import Committed, Event, Rejected, Scored
+from asyncrl.extensions.recording.frames import FramePosition
 from asyncrl.jsonl import opened
-from asyncrl.records import frames
-from asyncrl.records.events import Began, Committed, Event, Published, Rejected, Scored, Taken
-from asyncrl.records.frames import FramePosition
+from asyncrl.rollout.events import Began, Published, Taken
 
 
 class IndexEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

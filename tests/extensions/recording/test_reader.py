@@ -13,16 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import RecordError
-from asyncrl.extensions.reading.recordings import Recording, images_of
+from asyncrl.extensions.recording import frames
+from asyncrl.extensions.recording.events import Committed, Event, Rejected, compressed, packed
+from asyncrl.extensions.recording.index import index_path
+from asyncrl.extensions.recording.reader import Recording, images_of
+from asyncrl.extensions.recording.writer import Writer
 from asyncrl.images import image_name
-from asyncrl.records import frames
-from asyncrl.records.events import Began, Committed, Event, Rejected, Saved, Taken, compressed, packed
-from asyncrl.records.index import index_path
-from asyncrl.records.writer import Writer
+from asyncrl.rollout.events import Began, Saved, Taken
 from asyncrl.schema import Group, Trajectory, Turn, encode
 from tests.examples import examples
+from tests.extensions.recording.told import told, write
 from tests.fakes import completion, group
-from tests.records.told import told, write
 
 
 @pytest.mark.parametrize("apart", [True, False])

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from asyncrl.errors import RecordError
+from asyncrl.extensions.recording import events, frames, images
+from asyncrl.extensions.recording.events import Committed, Event, PackedGroup, Rejected, unpacked
+from asyncrl.extensions.recording.frames import FramePosition, Frames
+from asyncrl.extensions.recording.index import IndexEntry, usable
+from asyncrl.extensions.recording.writer import RECORDS
 from asyncrl.images import image_name
 from asyncrl.jsonl import opened
-from asyncrl.records import events, frames, images
-from asyncrl.records.events import Began, Committed, Event, PackedGroup, Rejected, Saved, Taken, unpacked
-from asyncrl.records.frames import FramePosition, Frames
-from asyncrl.records.index import IndexEntry, usable
-from asyncrl.records.writer import RECORDS
+from asyncrl.rollout.events import Began, Saved, Taken
 from asyncrl.schema import Batch, Group
 
 KEPT_FRAMES = 64

@@ -1,0 +1,1 @@
+"""Recordings of runs: the events, their files, and a reader of them."""

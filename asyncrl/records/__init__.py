@@ -1,1 +1,0 @@
-"""Recordings of runs, for inspection, replay and resumption: docs/runs.md."""
