@@ -16,6 +16,7 @@ from asyncrl.settings import Section
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import httpx
     from rich.console import Console
     from starlette.routing import Route
     from torch import Tensor
@@ -366,6 +367,15 @@ class RolloutHooks:
     def record(self, record: Record) -> None:
         """Listen to a group, a batch, a publish or a phase of this process that has ended (observability/timeline.py).
         Called for each."""
+
+    async def engines(self, http: httpx.AsyncClient, urls: Sequence[str]) -> Mapping[str, Mapping[str, float]]:
+        """Return what status.json shall say of these engines beside their load, by URL. Called whenever they were asked
+        for their load, about once a second (engine/loads.py); `http` has the run's key."""
+        return {}
+
+    def status(self) -> Mapping[str, Any]:
+        """Return further fields of status.json. Called about once a second (rollout/status.py)."""
+        return {}
 
     def figures(self) -> dict[str, float]:
         """Return metrics since the previous batch. Called when the trainer takes a batch."""

@@ -1,28 +1,22 @@
-"""Load and counters of the engines: GET /v1/loads, which SGLang answers from shared memory without involving its
-scheduler, and with engine.metrics its Prometheus counters, GET /metrics."""
+"""Load of the engines: GET /v1/loads, which SGLang answers from shared memory without involving its scheduler."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import re
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from asyncrl.errors import EngineError
-from asyncrl.network.addresses import Access, metrics_key
+from asyncrl.network.addresses import Access
 
 TIMEOUT = 5.0
 """Deadline of a query in seconds. An engine that does not answer in time is left out."""
-SCRAPE_SECONDS, AT_ONCE = 2.0, 8
-"""Least time between two queries of an engine's counters, for so many engines; with more of them the time grows. A
-query takes 8 ms of the engine's CPU, and 1 ms here. Rates are those in between."""
 MOST_NAMED = 16
 """Largest number of engines that get metrics of their own in metrics.jsonl."""
 
@@ -44,34 +38,22 @@ class Load:
     url: str = ""
     longest: float = 0.0
     """Size of the smallest KV cache of the engine's replicas, which bounds the length of a sequence."""
-    tokens_per_s: float | None = None
-    """Tokens generated per second, between the last two queries of the counters."""
-    cache_hit: float | None = None
-    """Fraction of the prompt tokens in between that the engine found in its prefix cache."""
-    preemptions: float | None = None
-    """Number of requests that the engine has retracted because its cache was full."""
+    more: Mapping[str, float] = field(default_factory=dict)
+    """What extensions know of the engine."""
 
 
-@dataclass
-class _Counters:
-    """Counters of an engine when they were last queried, and what follows from the query before."""
-
-    asked: float
-    found: Mapping[str, float]
-    rates: Mapping[str, float]
+More = Callable[[httpx.AsyncClient, Sequence[str]], Awaitable[Mapping[str, Mapping[str, float]]]]
+"""Returns what an extension knows of engines, by URL (RolloutHooks.engines)."""
 
 
 class Loads:
     """Client that queries every engine that the router currently knows."""
 
     def __init__(
-        self, router: str, access: Access, transport: httpx.AsyncBaseTransport | None = None, *, metrics: bool = False
+        self, router: str, access: Access, transport: httpx.AsyncBaseTransport | None = None, more: Sequence[More] = ()
     ) -> None:
-        """`metrics` says that the engines have counters (engine.metrics)."""
-        self._router, self._metrics = router, metrics
-        self._key = {"Authorization": f"Bearer {metrics_key(access.key)}"}
+        self._router, self._more = router, more
         self._http = httpx.AsyncClient(**access.http, timeout=TIMEOUT, transport=transport)
-        self._counters: dict[str, _Counters] = {}
         self._asked = -math.inf
         self.latest: list[Load] = []
         """What the last query returned."""
@@ -88,52 +70,35 @@ class Loads:
             return []  # the router is dead or restarting
         workers = response.json()["workers"] if response.status_code == 200 else []
         loads = await asyncio.gather(*[self._ask(worker["url"]) for worker in workers])
-        self.latest, self._asked = [load for load in loads if load], time.monotonic()
+        self.latest, self._asked = await self._with_more([load for load in loads if load]), time.monotonic()
         return self.latest
+
+    async def _with_more(self, loads: list[Load]) -> list[Load]:
+        for ask in self._more:
+            if known := await ask(self._http, [load.url for load in loads]):
+                loads = [replace(load, more={**load.more, **known.get(load.url, {})}) for load in loads]
+        return loads
 
     async def _ask(self, url: str) -> Load | None:
         try:
             response = await self._http.get(f"{url}/v1/loads", params={"include": "core"})
-            if self._metrics:
-                await self._scrape(url)
         except httpx.TransportError:
             return None  # the engine is dead or restarting
         if response.status_code == 404:
             raise EngineError(f"{url} does not report its load (GET /v1/loads): SGLang 0.5.20 or newer is needed")
         if response.status_code != 200:
             return None
-        counters = self._counters.get(url)
-        rates: Any = counters.rates if counters else {}
-        return replace(load_of(response.json()["loads"], url), **rates)
-
-    async def _scrape(self, url: str) -> None:
-        now, before = time.monotonic(), self._counters.get(url)
-        if before and now - before.asked < SCRAPE_SECONDS * max(1.0, len(self.latest) / AT_ONCE):
-            return
-        response = await self._http.get(f"{url}/metrics", headers=self._key, follow_redirects=True)
-        if response.status_code == 200:
-            counters = counters_of(response.text)
-            rates = rates_of(before.found, counters, now - before.asked) if before else {}
-            self._counters[url] = _Counters(now, counters, rates)
+        return load_of(response.json()["loads"], url)
 
     def figures(self) -> dict[str, float]:
         """Return the figures for metrics.jsonl; none while no engine answers."""
         loads = self.latest
-        rates = [load.tokens_per_s for load in loads if load.tokens_per_s is not None]
         metrics: dict[str, float] = {}
         if loads:
             metrics = {
                 "engines/running": sum(load.running for load in loads),
                 "engines/queued": sum(load.waiting for load in loads),
                 "engines/cache_use": sum(load.used for load in loads) / max(1.0, sum(load.capacity for load in loads)),
-            }
-        if rates:
-            hits = [load.cache_hit for load in loads if load.cache_hit is not None]
-            metrics |= {
-                "engines/tokens_per_s": sum(rates),
-                "engines/tokens_per_s/lowest": min(rates),
-                "engines/cache_hit": sum(hits) / max(1, len(hits)),
-                "engines/preemptions": sum(load.preemptions or 0.0 for load in loads),
             }
         return metrics | {name: one for load in loads[:MOST_NAMED] for name, one in _own(load).items()}
 
@@ -148,10 +113,9 @@ def _own(load: Load) -> dict[str, float]:
         "running": load.running,
         "queued": load.waiting,
         "cache_use": load.used / max(1.0, load.capacity),
-        "tokens_per_s": load.tokens_per_s,
     }
     place = urlsplit(load.url).netloc
-    return {f"engine/{place}/{name}": value for name, value in figures.items() if value is not None}
+    return {f"engine/{place}/{name}": value for name, value in figures.items()}
 
 
 def load_of(ranks: Sequence[dict[str, Any]], url: str = "") -> Load:
@@ -170,29 +134,3 @@ def load_of(ranks: Sequence[dict[str, Any]], url: str = "") -> Load:
         url=url,
         longest=min(float(rank["max_total_num_tokens"]) for rank in ranks),
     )
-
-
-_COUNTER = re.compile(r"^sglang[:_](realtime_tokens|num_retracted_requests)_total\{([^}]*)\} (\S+)$", re.MULTILINE)
-_MODE = re.compile(r'mode="(\w+)"')
-
-
-def counters_of(text: str) -> dict[str, float]:
-    """Return an engine's counters by name: "decode", "prefill_compute" and "prefill_cache" tokens, and "retracted"
-    requests. The rest of the text, of a thousand lines, is skipped."""
-    counters: Counter[str] = Counter()
-    for _, labels, value in _COUNTER.findall(text):
-        mode = _MODE.search(labels)
-        counters[mode[1] if mode else "retracted"] += float(value)  # type: ignore[assignment]
-    return dict(counters)
-
-
-def rates_of(before: Mapping[str, float], now: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """Return what follows from two queries of the counters. Those of an engine that was restarted begin at 0."""
-    restarted = any(now.get(name, 0.0) < value for name, value in before.items())
-    grown = {name: value - (0.0 if restarted else before.get(name, 0.0)) for name, value in now.items()}
-    computed, cached = grown.get("prefill_compute", 0.0), grown.get("prefill_cache", 0.0)
-    return {
-        "tokens_per_s": grown.get("decode", 0.0) / seconds,
-        **({"cache_hit": cached / (cached + computed)} if cached + computed else {}),
-        "preemptions": now.get("retracted", 0.0),
-    }

@@ -149,29 +149,14 @@ STEP_ENGINES = {
     "engines/cache_use": "fraction of the engines' KV cache that running requests occupy",
 }
 
-# The same file, with engine.metrics; over the last two seconds or more
-STEP_ENGINE_COUNTERS = {
-    "engines/tokens_per_s": "number of tokens that the engines generated per second",
-    "engines/tokens_per_s/lowest": "the same, of the engine that generated fewest",
-    "engines/cache_hit": "fraction of prompt tokens found in prefix caches, as a mean over the engines",
-    "engines/preemptions": "number of requests that engines retracted because their cache was full, since their start",
-}
-
 # The same file, for each reason for which groups were rejected
 STEP_BY_REASON = {"groups/rejected/<reason>": "number of groups rejected for the reason since the start of the run"}
-
-# The same file, for each GPU of the rollout process's machine; <gpu> is its number in NVML
-STEP_GPUS = {
-    "gpu/<gpu>/utilization": "fraction of the time since the previous step in which the GPU was busy",
-    "gpu/<gpu>/memory": "mean number of bytes in use on the GPU, by all processes",
-}
 
 # The same file, for each of the first 16 engines; <engine> is its host and port
 STEP_BY_ENGINE = {
     "engine/<engine>/running": "number of requests that the engine was processing",
     "engine/<engine>/queued": "number of requests in its queue",
     "engine/<engine>/cache_use": "fraction of its KV cache that running requests occupy",
-    "engine/<engine>/tokens_per_s": "number of tokens that it generated per second (engine.metrics)",
 }
 
 # The same file, for each task if there are several; <task> is its name

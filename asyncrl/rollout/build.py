@@ -63,7 +63,8 @@ class RolloutParts:
         length = model.hf["max_position_embeddings"]
         self._prompts = Prompts(config, tasks, model.template, length, run.warn, model.vision, playing.ahead)
         self._weights = {name: task.weight for name, task in config.mixture.items()}
-        self.loads = Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
+        hooks = list(self.hooks.values())
+        self.loads = Loads(addresses.router, addresses.access, more=[one.engines for one in hooks])
         self.timelines = Timelines([one.record for one in self.hooks.values()])
         self.evaluations = Evaluations(
             playing.groups.attempts,
@@ -84,7 +85,7 @@ class RolloutParts:
             publish=self.reporter.publish,
             figures=self._take_figures,
             timelines=self.timelines,
-            hooks=list(self.hooks.values()),
+            hooks=hooks,
         )
         self.groups.tell(_began(run, self._resumed))
         self.worker = Worker(
@@ -108,7 +109,7 @@ class RolloutParts:
             number=self._resumed.number if self._resumed else 0,
         )
         server.starting = "the engines to start"
-        self.status = StatusFile(run_dir, server, self.loads, addresses)
+        self.status = StatusFile(run_dir, server, self.loads, addresses, hooks)
         server.more = [route for one in self.hooks.values() for route in one.routes(server, self.status.now)]
         self._outstanding = self._restore(self._resumed) if self._resumed else []
         self._since = self._announced_since()
@@ -117,7 +118,6 @@ class RolloutParts:
         """Return the figures of all parts for a batch."""
         return {
             **self.timelines.take_figures(),
-            **self.status.gpus.take_figures(),
             **ChainMap(*(one.figures() for one in self.hooks.values())),
             **ChainMap(self.playing.take_played(), self._prompts.figures(), self.loads.figures()),
         }

@@ -7,9 +7,9 @@ pages and people that read files.
     groups          the running groups that have been silent longest: uid, task, born, tokens, seconds of silence, and
                     each episode's phase, what it waits for, since how many seconds, and its tokens
     groups_left_out number of running groups beyond MOST_GROUPS
-    gpus            of the rollout process's machine: number, utilization, memory in use, capacity
     seconds         CPU time that the event loop has spent on this file so far
     engines         url, state ("serving", or "silent": dead, restarting or not yet in the fleet), version and load
+    (further)       fields of extensions
 
 waits for     the engines' loads (engine/loads.py), and the disk, in a thread
 """
@@ -17,20 +17,18 @@ waits for     the engines' loads (engine/loads.py), and the disk, in a thread
 from __future__ import annotations
 
 import asyncio
-import importlib
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from asyncrl import jsonl
 from asyncrl.engine.loads import Load, Loads
 from asyncrl.errors import EngineError
+from asyncrl.extension import RolloutHooks
 from asyncrl.network.addresses import Addresses
 
 if TYPE_CHECKING:
@@ -69,51 +67,22 @@ def described(group: GroupInPlay, now: float) -> str:
     return f"{so_far}, waits {now - slowest.since:.0f} s for {slowest.waits_for}"
 
 
-class Gpus:
-    """Utilization and memory of this machine's GPUs, as NVML reports them; none without NVIDIA's driver, or without the
-    package, which the CPU locks lack."""
-
-    def __init__(self) -> None:
-        self._handles: list[Any] = []
-        self._seen: dict[str, list[float]] = defaultdict(list)
-        try:
-            self._nvml = importlib.import_module("pynvml")
-        except ModuleNotFoundError:
-            return
-        with suppress(self._nvml.NVMLError):
-            self._nvml.nvmlInit()
-            count = self._nvml.nvmlDeviceGetCount()
-            self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(one) for one in range(count)]
-
-    def sample(self) -> list[dict[str, Any]]:
-        """Return what each GPU does now; one that does not answer is left out."""
-        samples = []
-        for index, handle in enumerate(self._handles):
-            try:
-                busy = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-                memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
-            except self._nvml.NVMLError:
-                continue
-            self._seen[f"gpu/{index}/utilization"].append(busy)
-            self._seen[f"gpu/{index}/memory"].append(memory.used)
-            samples.append({"gpu": index, "utilization": busy, "memory": memory.used, "capacity": memory.total})
-        return samples
-
-    def take_figures(self) -> dict[str, float]:
-        """Return the means of the samples since the last call, under their names in metrics.jsonl."""
-        seen, self._seen = self._seen, defaultdict(list)
-        return {name: fmean(values) for name, values in seen.items()}
-
-
 class StatusFile:
     """Writer of the file."""
 
-    def __init__(self, run_dir: Path, server: RolloutServer, loads: Loads, addresses: Addresses) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        server: RolloutServer,
+        loads: Loads,
+        addresses: Addresses,
+        hooks: Sequence[RolloutHooks] = (),
+    ) -> None:
         self._path = run_dir / FILE
         self._server = server
         self._loads = loads
-        self.gpus = Gpus()
-        self._of_gpus: list[dict[str, Any]] = []
+        self._hooks = hooks
+        self._more: dict[str, Any] = {}
         self._seconds = 0.0
         self._engines = (*addresses.engines, *addresses.attached)
 
@@ -126,7 +95,7 @@ class StatusFile:
             except EngineError:
                 loads = []  # engines without the endpoint, of which rollout.max_running_groups=auto says more
             began = time.thread_time()
-            self._of_gpus = self.gpus.sample()
+            self._more = {name: value for one in self._hooks for name, value in one.status().items()}
             now = self.now(loads)
             spent = time.thread_time() - began
             self._seconds += spent
@@ -149,14 +118,20 @@ class StatusFile:
             "episodes": Counter(one.activity.phase for group in groups for one in group.siblings),
             **_silent(groups),
             "seconds": self._seconds,
-            "gpus": self._of_gpus,
             "engines": self._fleet(loads, state["version"]),
+            **self._more,
         }
 
     def _fleet(self, loads: Sequence[Load], version: int) -> list[dict[str, Any]]:
-        serving = [{"url": one.url, "state": "serving", "version": version, **asdict(one)} for one in loads]
+        serving = [{"url": one.url, "state": "serving", "version": version, **_fields(one)} for one in loads]
         silent = sorted(set(self._engines) - {one.url for one in loads})
         return [*serving, *({"url": url, "state": "silent"} for url in silent)]
+
+
+def _fields(load: Load) -> dict[str, Any]:
+    """Return a load with what extensions know of the engine."""
+    fields = asdict(load)
+    return fields | fields.pop("more")
 
 
 def _silent(groups: Sequence[GroupInPlay]) -> dict[str, Any]:

@@ -8,15 +8,17 @@ import time
 import httpx
 import pytest
 
-from asyncrl.engine import loads as loads_module
 from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.engine.update import Update
 from asyncrl.errors import EngineError
+from asyncrl.extensions.counters import counters as counters_module
 from asyncrl.network.addresses import Access, Addresses
+from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.schema import Completion
+from tests.fakes import tiny_config
 from tests.integration.fleet import Engines
 
 pytestmark = pytest.mark.integration
@@ -80,10 +82,12 @@ def test_the_runs_key_guards_router_engine_and_control(addresses: Addresses) -> 
 
 
 def test_engine_counters_tell_truth_only_with_the_key(addresses: Addresses, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loads_module, "SCRAPE_SECONDS", 0.0)
+    monkeypatch.setattr(counters_module, "SCRAPE_SECONDS", 0.0)
+    counters = counters_module.Counters()
+    counters.start(RolloutRun(tiny_config(), addresses, addresses.model, print))  # type: ignore[arg-type]
 
     async def main() -> None:
-        client, loads = _client(addresses), Loads(addresses.router, addresses.access, metrics=True)
+        client, loads = _client(addresses), Loads(addresses.router, addresses.access, more=[counters.engines])
         times = [time.monotonic()]
         await loads.ask()
         times.append(time.monotonic())
@@ -91,10 +95,10 @@ def test_engine_counters_tell_truth_only_with_the_key(addresses: Addresses, monk
         times.append(time.monotonic())
         found = await loads.ask()
         times.append(time.monotonic())
-        rate = sum(load.tokens_per_s or 0.0 for load in found)
+        rate = sum(load.more.get("tokens_per_s", 0.0) for load in found)
         assert 0.5 * len(answer.token_ids) <= rate * (times[3] - times[0])  # the counters were read in between
         assert rate * (times[2] - times[1]) <= 2 * len(answer.token_ids) + 2
-        assert [load.preemptions for load in found] == [0.0, 0.0]
+        assert [load.more["preemptions"] for load in found] == [0.0, 0.0]
         await client.close()
         await loads.close()
 

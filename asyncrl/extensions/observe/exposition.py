@@ -122,9 +122,9 @@ class PrometheusMetrics(Collector):
         if now := self.now():
             yield from _state(now)
             yield from _engines(now["engines"])
-            busy = [({"gpu": str(one["gpu"])}, one["utilization"]) for one in now["gpus"]]
+            busy = [({"gpu": str(one["gpu"])}, one["utilization"]) for one in now.get("gpus", [])]
             yield _gauge("gpu_utilization_ratio", "Of the GPUs of the rollout process's machine.", *busy)
-            memory = [({"gpu": str(one["gpu"])}, one["memory"]) for one in now["gpus"]]
+            memory = [({"gpu": str(one["gpu"])}, one["memory"]) for one in now.get("gpus", [])]
             yield _gauge("gpu_memory_bytes", "Memory in use on these GPUs.", *memory)
         yield from self._newest()
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.extensions.counters.gpus import Gpus
 from asyncrl.metrics.fields import unknown
-from asyncrl.rollout.status import Gpus
 
 
 class Lost(Exception):

@@ -1,0 +1,1 @@
+"""Counters of engines, and what the GPUs do."""
