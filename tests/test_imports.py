@@ -28,7 +28,7 @@ RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings", "extens
 """Packages with what users build on; the modules that are open to all come in addition."""
 OPEN = {  # to all
     *("schema", "errors", "retries", "parallel", "metrics", "jsonl", "user_code", "routing", "leases"),
-    *("import_hooks", "network", "progress", "child", "images", "removed", "extension", "lookup", "platforms"),
+    *("import_hooks", "network", "progress", "images", "removed", "extension", "lookup", "platforms"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
@@ -41,7 +41,6 @@ ALLOWED = {
     "errors": set(),
     "parallel": set(),
     "jsonl": {"errors"},
-    "child": set(),
     "import_hooks": set(),
     "network": {"errors"},
     "leases": set(),

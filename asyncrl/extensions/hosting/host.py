@@ -1,7 +1,7 @@
 """Process that hosts environments: python -m asyncrl.extensions.hosting.host FD. The other side is hosted.py.
 
-Messages (asyncrl/child.py) are [number, environment, method, arguments] one way, [number, outcome, value] back. Each
-environment has a thread of its own, so that one that is slow stops no other.
+Messages (children/processes.py) are [number, environment, method, arguments] one way, [number, outcome, value] back.
+Each environment has a thread of its own, so that one that is slow stops no other.
 
     waits for     the next frame; the end of the stream, or of the parent, is its end
     on a hang     the parent kills it
@@ -20,9 +20,9 @@ import threading
 import traceback
 from typing import Any
 
-from asyncrl.child import framed, messages
 from asyncrl.envs.env import EnvSpec, Step, awaited
 from asyncrl.errors import AsyncRLError, EpisodeFailed, raised_by
+from asyncrl.extensions.children.processes import framed, messages
 from asyncrl.schema import number
 
 VALUE, FAILED = "value", "failed"

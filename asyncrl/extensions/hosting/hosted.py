@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.child import ChildProcess, OutputTail, OversizedMessage, describe, framed, received
 from asyncrl.envs.env import EnvSpec, Question, Step
 from asyncrl.envs.pool import PoolSettings
 from asyncrl.errors import EpisodeFailed
+from asyncrl.extensions.children.processes import ChildProcess, OutputTail, OversizedMessage, describe, framed, received
 from asyncrl.extensions.hosting.host import VALUE
 from asyncrl.schema import Message
 

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from asyncrl.child import LENGTH, decoded, framed
+from asyncrl.extensions.children.processes import LENGTH, decoded, framed
 from asyncrl.images import ImageRefused, ImageSizes
 
 DEADLINE = 60.0

@@ -4,7 +4,7 @@ Decoders of images are C code that reads what strangers wrote. Here they run in 
 done, can open no file and no socket, write no file, and has limits on memory and on the CPU time of each image. Of
 Pillow's formats only PNG, JPEG and WebP are tried, and the number of pixels is checked before any is decoded.
 
-in     {"data": a file of an image, "side", "least", "most"} (asyncrl/child.py)
+in     {"data": a file of an image, "side", "least", "most"} (children/processes.py)
 out    {"png": a PNG file}, or {"refused": why the file is, with the remedy}
 """
 
@@ -23,7 +23,7 @@ from PIL import MpoImagePlugin as _Mpo  # noqa: F401  (imported later, they woul
 from PIL import TiffImagePlugin as _Exif  # noqa: F401
 from PIL import WebPImagePlugin as _WebP  # noqa: F401
 
-from asyncrl.child import framed, messages
+from asyncrl.extensions.children.processes import framed, messages
 from asyncrl.images import fitted_size
 
 FORMATS = ("PNG", "JPEG", "WEBP")

@@ -16,7 +16,7 @@ Words are not mathematics: "pairs" equals "Paris" here, as a product of the same
 words.
 
 waits for     a free worker, then its verdict
-on a hang     the worker is killed (asyncrl/child.py)
+on a hang     the worker is killed (children/processes.py)
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from asyncrl.child import Reply, WorkerPool
 from asyncrl.errors import EpisodeFailed
+from asyncrl.extensions.children.processes import Reply, WorkerPool
 from asyncrl.rewards.parameters import Count, Name, Seconds
 from asyncrl.rewards.reward import RewardInput, Score
 

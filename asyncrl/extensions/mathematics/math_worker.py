@@ -1,4 +1,4 @@
-"""Process that runs math_verify: one message in, two out (asyncrl/child.py).
+"""Process that runs math_verify: one message in, two out (children/processes.py).
 
 math_verify's own timeouts are signals, which work only in a main thread and which sympy or a long power in C outlives
 (its issues 63 and 65). Here each stage has a limit of CPU seconds (ITIMER_PROF) instead of wall-clock seconds, so that
@@ -28,7 +28,7 @@ from typing import Any
 from math_verify import parse, verify
 from sympy import Integer
 
-from asyncrl.child import framed, messages
+from asyncrl.extensions.children.processes import framed, messages
 
 PROBE = [Integer(-271828)]
 DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")  # \$36 is money

@@ -2,7 +2,7 @@
 
 waits for     the program's exit
 on a hang     waits without a deadline; cancelling `run` kills the process group
-leaves        nothing of the process group (child.py)
+leaves        nothing of the process group (children/processes.py)
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE
 
-from asyncrl.child import ChildProcess, OutputTail, describe
 from asyncrl.errors import EpisodeFailed
+from asyncrl.extensions.children.processes import ChildProcess, OutputTail, describe
 
 LAST_LINES, LAST_CHARACTERS = 10, 2000
 FLUSH_SECONDS = 2.0

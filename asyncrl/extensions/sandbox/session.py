@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from asyncrl.child import ChildProcess
 from asyncrl.errors import EpisodeFailed
+from asyncrl.extensions.children.processes import ChildProcess
 from asyncrl.extensions.sandbox.protocol import NOTHING, Limits, Outcome
 from asyncrl.extensions.sandbox.worker import LENGTHS, Header, frame, parts
 

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.child import WorkerPool, describe
 from asyncrl.envs.env import Question, Step
 from asyncrl.errors import EpisodeFailed, raised_by
+from asyncrl.extensions.children.processes import WorkerPool, describe
 from asyncrl.extensions.tools import schemas
 from asyncrl.extensions.tools.calls import MOST_NESTED, ToolCall, known, malformed_calls, nested_too_deep, parse
 from asyncrl.extensions.tools.output import cut

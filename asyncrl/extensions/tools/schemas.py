@@ -22,7 +22,7 @@ from jsonschema.exceptions import best_match
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from asyncrl.child import framed, messages
+from asyncrl.extensions.children.processes import framed, messages
 
 MEMORY, CPU_SECONDS = 2 << 30, 2.0
 MOST_CHARS = 4000

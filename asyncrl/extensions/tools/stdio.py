@@ -22,8 +22,8 @@ import anyio
 from mcp.shared.message import SessionMessage
 from mcp_types import INTERNAL_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
 
-from asyncrl.child import ChildProcess, describe
 from asyncrl.errors import EpisodeFailed
+from asyncrl.extensions.children.processes import ChildProcess, describe
 
 MOST_BYTES = 4 << 20
 """Maximum size of a message in bytes."""

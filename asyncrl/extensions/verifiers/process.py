@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.child import ChildProcess, OutputTail
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.extensions.children.processes import ChildProcess, OutputTail
 from asyncrl.extensions.hosting.hosted import AnsweringProcess
 from asyncrl.extensions.proxy.programs import LAST_CHARACTERS, LAST_LINES, reaching
 from asyncrl.extensions.verifiers import envs

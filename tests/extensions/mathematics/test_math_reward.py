@@ -133,7 +133,7 @@ def double(tmp_path: Path, body: str) -> list[str]:
     script = tmp_path / "worker.py"
     lines = [
         "import os, signal, sys, time",
-        "from asyncrl.child import framed, messages",
+        "from asyncrl.extensions.children.processes import framed, messages",
         f"open({str(tmp_path / 'starts')!r}, 'a').write(f'start {{os.getpid()}}\\n')",
         "for request in messages(sys.stdin.buffer):",
         "    say = lambda **message: os.write(1, framed(message))",

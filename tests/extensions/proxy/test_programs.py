@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.child import KEPT_BYTES
+from asyncrl.extensions.children.processes import KEPT_BYTES
 from asyncrl.extensions.proxy import programs
 from asyncrl.extensions.proxy.programs import ProgramResult
 from tests.agents.talking import DEADLINE, alive, dead

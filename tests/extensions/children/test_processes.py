@@ -13,7 +13,16 @@ import psutil
 import pytest
 
 from asyncrl import child
-from asyncrl.child import KEPT_BYTES, ChildProcess, OversizedMessage, WorkerPool, describe, framed, messages, received
+from asyncrl.extensions.children.processes import (
+    KEPT_BYTES,
+    ChildProcess,
+    OversizedMessage,
+    WorkerPool,
+    describe,
+    framed,
+    messages,
+    received,
+)
 
 
 def python(code: str, **options: object) -> ChildProcess:
@@ -134,7 +143,7 @@ def test_a_parent_reads_messages_up_to_its_limit() -> None:
 
 def test_a_pool_returns_what_a_worker_said_before_it_ended() -> None:
     worker = (
-        "import sys\nfrom asyncrl.child import framed, messages\n"
+        "import sys\nfrom asyncrl.extensions.children.processes import framed, messages\n"
         "for request in messages(sys.stdin.buffer):\n"
         "    end = framed({'done': request['n']}) if request['n'] else b''\n"
         "    sys.stdout.buffer.write(framed({'stage': 1}) + end)\n"

@@ -1,0 +1,1 @@
+"""Child processes of an event loop."""
