@@ -13,7 +13,7 @@ from asyncrl.extensions.recording.events import Committed, CompressedGroup, Reje
 from asyncrl.extensions.recording.writer import RECORDS, TRAINER, Writer
 from asyncrl.observability.timeline import BatchScores, Record
 from asyncrl.rollout.events import Event, GroupCommitted, GroupRejected
-from asyncrl.schema import EncodedGroup, Group
+from asyncrl.schema import Group
 
 if TYPE_CHECKING:
     from asyncrl.rollout.reporters import RolloutRun
@@ -69,8 +69,8 @@ def _recorded(event: Event) -> tuple[events.Event, Mapping[str, bytes] | None]:
 
 
 def _content(group: Group) -> Any:
-    """Return the content of a group, maybe compressed by another process."""
-    done: CompressedGroup | None = group.compressed if isinstance(group, EncodedGroup) else None
+    """Return the content of a group. One that another process has encoded has it compressed."""
+    done: CompressedGroup | None = getattr(group, "compressed", None)
     return done or packed(group)
 
 
