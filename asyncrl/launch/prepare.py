@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl import jsonl
+from asyncrl import jsonl, tasks
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch import precision, resume
 from asyncrl.launch.checks.machines import check_devices, check_gpu_kinds, check_platforms
 from asyncrl.launch.checks.model import check_model
-from asyncrl.launch.checks.tasks import check_files
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import Placement, place
 from asyncrl.launch.precision import Precision
@@ -27,6 +26,8 @@ from asyncrl.lookup import active
 from asyncrl.models import catalog
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import MACHINE
+from asyncrl.tasks.scores import rewards
+from asyncrl.user_code import announced
 from asyncrl.weights.choice import choose_lora
 
 KEY = "ASYNCRL_API_KEY"
@@ -35,6 +36,22 @@ KEY = "ASYNCRL_API_KEY"
 def run_key(config: Config) -> str:
     """Return the API key of a run: a new one, or with engine.urls the one in the environment, if set."""
     return (os.environ.get(KEY) if config.engine.urls else None) or secrets.token_hex(24)
+
+
+def check_files(config: Config) -> list[object]:
+    """Refuse tasks, rewards and agents that cannot be built, and a missing chat template. Return the parts that they
+    announce to extensions."""
+    from asyncrl.rollout.agent import agents  # imports a web server
+
+    with announced() as parts:
+        built = tasks.build_all(config)
+        rewards(config, built)
+        if config.generates:
+            agents(config, built, tell=print)
+    template = config.model.chat_template
+    if template is not None and not Path(template).expanduser().is_file():
+        raise ConfigError("model.chat_template", template, "There is no such file: set the path of a jinja file.")
+    return parts
 
 
 class Preparation:

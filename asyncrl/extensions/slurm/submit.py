@@ -12,8 +12,8 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.extensions.slurm.extension import settings_of
 from asyncrl.extensions.slurm.script import Script
-from asyncrl.launch.checks.tasks import check_files
 from asyncrl.launch.placement import imagined, place
+from asyncrl.launch.prepare import check_files
 from asyncrl.lookup import active
 
 COMMAND = "asyncrl-train"
