@@ -4,7 +4,8 @@ An import path module:name may lead to
 
     a function (text, record) -> float     sync or async; params are passed by name with every call. It may declare
                                            itself with attributes `inline` and `pure` (asyncrl/rewards/reward.py)
-    a class                                instantiated with the params
+    a class                                instantiated with the params, or, if it has a model `Settings` of them, with
+                                           an object of that
     a function without positional          a factory: called with the params, it returns a reward
     parameters
     a reward                               used as it is
@@ -18,7 +19,7 @@ from typing import Any
 
 from asyncrl import lookup, user_code
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.parameters import check
+from asyncrl.rewards.parameters import check, settings_of
 from asyncrl.rewards.reward import Result, Reward, RewardInput
 
 REGISTERED = {
@@ -88,7 +89,10 @@ def part(spec: Spec | Reward, field: str) -> Reward:
 
 def _made(maker: Callable[..., Any], params: Mapping[str, Any], use: str, field: str) -> Any:
     below, use_field = f"{field}.params", f"{field}.use"
-    check(maker, params, below)
+    if settings := getattr(maker, "Settings", None):
+        params = {"settings": settings_of(settings, params, below)}
+    else:
+        check(maker, params, below)
     try:
         return user_code.made(maker, params, use_field, use)
     except ConfigError as error:  # about a parameter: its field is relative to the params

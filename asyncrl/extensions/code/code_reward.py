@@ -26,9 +26,7 @@ import inspect
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, cast
-
-from pydantic import SkipValidation
+from typing import Any, Literal, cast
 
 from asyncrl import user_code
 from asyncrl.errors import ConfigError, EpisodeFailed
@@ -37,6 +35,7 @@ from asyncrl.extensions.code.code_process import BOOT, MOST_OUTPUT
 from asyncrl.extensions.sandbox.protocol import Limits, Outcome, SandboxBackend
 from asyncrl.rewards.parameters import Count, Name, Seconds, check
 from asyncrl.rewards.reward import RewardInput, Score
+from asyncrl.settings import Section
 
 MARGIN_SECONDS = 10.0
 """Time allowed for the start of the harness."""
@@ -48,44 +47,53 @@ FAULTS = {
 }
 
 
+class CodeSettings(Section):
+    """The tests of an answer's code, and the sandbox that runs them."""
+
+    tests: Literal["asserts", "check", "programs"] = "asserts"
+    reward: Literal["all", "share"] = "all"
+    tests_key: Name | None = None
+    """Field of the record with the tests (code_tests.py)."""
+    prefix_key: Name | None = None
+    """Field of the record whose text is put before the code."""
+    sandbox: Name = "asyncrl.extensions.sandbox.local:LocalSandboxes"
+    """Import path of a backend, which is created with the limits given here plus a margin."""
+    sandbox_params: Mapping[str, Any] = {}
+    python: Name = "python3"
+    seconds: Seconds = 6.0
+    """Seconds for each test."""
+    total_seconds: Seconds = 30.0
+    """Seconds for all tests."""
+    memory_mb: Count = 1024
+    max_running: Count = 8
+
+
 class CodeReward:
     """Reward of 1 when all tests pass, or the fraction of tests that pass."""
 
     inline = pure = True
+    Settings = CodeSettings
 
-    def __init__(
-        self,
-        tests: Literal["asserts", "check", "programs"] = "asserts",
-        reward: Literal["all", "share"] = "all",
-        tests_key: Name | None = None,
-        prefix_key: Name | None = None,
-        sandbox: str | Annotated[SandboxBackend, SkipValidation] = "asyncrl.extensions.sandbox.local:LocalSandboxes",
-        sandbox_params: Mapping[str, Any] | None = None,
-        python: Name = "python3",
-        seconds: Seconds = 6.0,
-        total_seconds: Seconds = 30.0,
-        memory_mb: Count = 1024,
-        max_running: Count = 8,
-    ) -> None:
-        """Configure the tests and the sandbox.
-
-        `tests` and `tests_key` select the tests (code_tests.py). `prefix_key` is a field of the record whose text is
-        put before the code. `sandbox` is a backend, or the import path of one, which is created with the limits given
-        here plus a margin. `seconds` applies to each test, `total_seconds` to all of them.
-        """
-        self._tests = code_tests.Tests(tests, tests_key)
-        self._share, self._prefix_key = reward == "share", prefix_key
-        self._command = [python, "-I", "-c", BOOT, "0"]
-        self._limits = {"seconds": seconds, "total_seconds": total_seconds, "memory_mb": memory_mb}
-        self._seconds = total_seconds + seconds + MARGIN_SECONDS
+    def __init__(self, settings: CodeSettings, backend: SandboxBackend | None = None) -> None:
+        """Create the sandboxes, unless a backend is given."""
+        self._tests = code_tests.Tests(settings.tests, settings.tests_key)
+        self._share = settings.reward == "share"
+        self._prefix_key = settings.prefix_key
+        self._command = [settings.python, "-I", "-c", BOOT, "0"]
+        self._limits = {
+            "seconds": settings.seconds,
+            "total_seconds": settings.total_seconds,
+            "memory_mb": settings.memory_mb,
+        }
+        self._seconds = settings.total_seconds + settings.seconds + MARGIN_SECONDS
         limits = Limits(
             seconds=self._seconds,
             cpu_seconds=self._seconds,
-            memory_mb=memory_mb + HARNESS_MB,
+            memory_mb=settings.memory_mb + HARNESS_MB,
             file_mb=MOST_OUTPUT >> 20,
         )
-        self._backend = _backend(sandbox, sandbox_params or {}, limits)
-        self._room = asyncio.Semaphore(max_running)
+        self._backend = backend or _backend(settings.sandbox, settings.sandbox_params, limits)
+        self._room = asyncio.Semaphore(settings.max_running)
 
     async def __call__(self, answer: RewardInput) -> Score:
         """Score the answer's code. Raises EpisodeFailed for every failure that is not the code's fault."""
@@ -170,15 +178,14 @@ def _parts(code: float = 0.0, passed: float = 0.0, timeout: float = 0.0, no_verd
     return {"code/found": code, "code/passed": passed, "code/timeout": timeout, "code/no_verdict": no_verdict}
 
 
-def _backend(sandbox: object, params: Mapping[str, Any], limits: Limits) -> SandboxBackend:
-    """Return the backend; one that is created here gets `limits` unless its params override them."""
-    if isinstance(sandbox, str):
-        maker = user_code.load(sandbox, "sandbox")
-        takes = inspect.signature(maker).parameters
-        wanted = {"limits": limits, "nested": True}
-        params = {**{name: value for name, value in wanted.items() if name in takes}, **params}
-        check(maker, params, "sandbox_params")
-        sandbox = maker(**params)
-    if not hasattr(sandbox, "open"):
-        raise ConfigError("sandbox", sandbox, "Must be a backend (sandbox/protocol.py), or the import path of one.")
-    return cast(SandboxBackend, sandbox)
+def _backend(path: str, params: Mapping[str, Any], limits: Limits) -> SandboxBackend:
+    """Return a backend with `limits`, unless its params override them."""
+    maker = user_code.load(path, "sandbox")
+    takes = inspect.signature(maker).parameters
+    wanted = {"limits": limits, "nested": True}
+    params = {**{name: value for name, value in wanted.items() if name in takes}, **params}
+    check(maker, params, "sandbox_params")
+    backend = maker(**params)
+    if not hasattr(backend, "open"):
+        raise ConfigError("sandbox", path, "Must be the import path of a backend (sandbox/protocol.py).")
+    return cast(SandboxBackend, backend)

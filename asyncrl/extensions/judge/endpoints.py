@@ -20,10 +20,13 @@ from typing import Any
 
 import httpx
 import msgspec
+from pydantic import Field
 
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.network.addresses import Access
 from asyncrl.retries import EquivalentServers
+from asyncrl.rewards.parameters import Count, Name, Seconds, Urls
+from asyncrl.settings import Section
 
 IDLE_SECONDS = 2.0
 """Keep-alive of a connection. It is shorter than uvicorn's 5 s, because a connection that the server is closing must
@@ -41,35 +44,46 @@ class _PassingError(Exception):
     """Transient error: another attempt may succeed."""
 
 
+class ServerSettings(Section):
+    """The servers that a reward asks, and how much it asks of them."""
+
+    urls: Urls = Field(default_factory=list)
+    api_key_env: Name | None = None
+    """Environment variable that holds the key."""
+    max_running: Count = 64
+    """Concurrent requests."""
+    request_timeout: Seconds = 120.0
+    """Seconds for one attempt."""
+    deadline: Seconds = 240.0
+    """Seconds for an answer, with all attempts."""
+
+
 class Endpoints:
     """Client of a set of servers, for one event loop."""
 
     def __init__(
         self,
-        urls: Sequence[str],
+        settings: ServerSettings,
         reason: str,
         *,
-        max_running: int,
-        request_timeout: float,
-        deadline: float,
-        api_key_env: str | None = None,
         authority: str = "",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`urls` may be empty until the servers are known. `api_key_env` is the environment variable that holds the
-        key."""
-        if api_key_env and not os.environ.get(api_key_env):
-            raise ConfigError("api_key_env", api_key_env, "This environment variable is not set, or empty.")
-        access = Access(os.environ[api_key_env] if api_key_env else "", authority)
-        self._servers = EquivalentServers(urls)
-        self._reason, self._deadline = reason, deadline
-        self._room = asyncio.Semaphore(max_running)
+        """`urls` may be empty until the servers are known."""
+        key = settings.api_key_env
+        if key and not os.environ.get(key):
+            raise ConfigError("api_key_env", key, "This environment variable is not set, or empty.")
+        access = Access(os.environ[key] if key else "", authority)
+        self._servers = EquivalentServers(settings.urls)
+        self._reason = reason
+        self._deadline = settings.deadline
+        self._room = asyncio.Semaphore(settings.max_running)
         self._in_flight: Counter[str] = Counter()
         self._http = httpx.AsyncClient(
             **access.http,
             transport=transport,
-            timeout=httpx.Timeout(request_timeout, connect=min(10.0, request_timeout)),
-            limits=httpx.Limits(max_connections=max_running, keepalive_expiry=IDLE_SECONDS),
+            timeout=httpx.Timeout(settings.request_timeout, connect=min(10.0, settings.request_timeout)),
+            limits=httpx.Limits(max_connections=settings.max_running, keepalive_expiry=IDLE_SECONDS),
         )
 
     @property

@@ -22,21 +22,21 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from string import Template
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import httpx
 import msgspec
-from pydantic import Field
 
 from asyncrl.engine.router import POLL_SECONDS, answers
 from asyncrl.errors import ConfigError, DeadlineExceeded, EpisodeFailed
 from asyncrl.extensions.combine.calls import together
-from asyncrl.extensions.judge.endpoints import Endpoints
+from asyncrl.extensions.judge.endpoints import Endpoints, ServerSettings
 from asyncrl.extensions.judge.extension import AUTHORITY, OWN_FLEET
-from asyncrl.extensions.judge.verdicts import VerdictParser
+from asyncrl.extensions.judge.verdicts import VerdictParser, VerdictSettings
 from asyncrl.network.addresses import Access
-from asyncrl.rewards.parameters import Count, Name, Range, Seconds, Urls
+from asyncrl.rewards.parameters import Count, Name
 from asyncrl.rewards.reward import RewardInput, Score
+from asyncrl.settings import NonNegative
 
 REASON = "judge"
 RUN_KEY = "ASYNCRL_API_KEY"
@@ -80,60 +80,46 @@ async def wait_until_healthy(urls: Sequence[str], access: Access, timeout: float
             await asyncio.sleep(POLL_SECONDS)
 
 
+class JudgeSettings(VerdictSettings, ServerSettings):
+    """What a judge is asked, how its text is read, how votes are combined, and which servers it asks.
+
+    `urls` include /v1, as in OpenAI's client. If they are empty, the judge is that of the run (judge=sglang): its
+    engines serve `model` judge with the run's key.
+    """
+
+    model: Name = "judge"
+    template: Name = TEMPLATE
+    answer_key: Name | None = "answer"
+    """The record's field with the reference, which may be missing."""
+    temperature: NonNegative = 0.0
+    max_tokens: Count = 1024
+    fields: Mapping[str, Any] | None = None  # type: ignore[assignment]
+    """Further fields of each request."""
+    votes: Count = 1
+    aggregate: Literal["mean", "median", "majority"] = "mean"
+    attempts: Count = 3
+    """Requests of one vote until it can be read."""
+
+
 class JudgeReward:
     """Reward from 0 to 1, given by a judge."""
 
     inline = True
+    Settings = JudgeSettings
 
-    def __init__(
-        self,
-        model: Name = "judge",
-        urls: Urls = [],  # noqa: B006  read only
-        template: Name = TEMPLATE,
-        api_key_env: Name | None = None,
-        answer_key: Name | None = "answer",
-        pattern: Name | None = None,
-        json_field: Name | None = None,
-        scale: Range | None = None,
-        labels: Mapping[str, float] | None = None,
-        votes: Count = 1,
-        aggregate: Literal["mean", "median", "majority"] = "mean",
-        attempts: Count = 3,
-        temperature: Annotated[float, Field(ge=0)] = 0.0,
-        max_tokens: Count = 1024,
-        fields: Mapping[str, Any] | None = None,
-        max_running: Count = 64,
-        request_timeout: Seconds = 120.0,
-        deadline: Seconds = 240.0,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        """Configure the servers, the prompt and the votes.
-
-        `urls` include /v1, as in OpenAI's client. If they are empty, the judge is that of the run (judge=sglang): its
-        engines serve `model` judge with the run's key. They may also be set later, before the first answer
-        (`JudgeReward.urls`). `answer_key` names the record's field with the reference, which may be missing. `fields`
-        are added to each request. verdicts.py describes how a vote is read.
-        """
-        _check(template, votes, temperature)
+    def __init__(self, settings: JudgeSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """Connect to the servers. They may also be set later, before the first answer (`JudgeReward.urls`)."""
+        _check(settings.template, settings.votes, settings.temperature)
         authority = ""
-        if not urls and (own := os.environ.get(OWN_FLEET)):
-            urls, api_key_env, authority = own.split(), RUN_KEY, os.environ[AUTHORITY]
-        self._template, self._answer_key = Template(template), answer_key
-        self._verdicts = VerdictParser(pattern, json_field, scale, labels)
-        self._votes, self._aggregate, self._attempts = votes, AGGREGATES[aggregate], attempts
-        self._request = {"model": model, "max_tokens": max_tokens, **(fields or {})}
-        self._temperature = temperature
-        self.pure = temperature == 0
-        self._servers = Endpoints(
-            urls,
-            REASON,
-            max_running=max_running,
-            request_timeout=request_timeout,
-            deadline=deadline,
-            api_key_env=api_key_env,
-            authority=authority,
-            transport=transport,
-        )
+        if not settings.urls and (own := os.environ.get(OWN_FLEET)):
+            settings = settings.model_copy(update={"urls": own.split(), "api_key_env": RUN_KEY})
+            authority = os.environ[AUTHORITY]
+        self._settings = settings
+        self._template = Template(settings.template)
+        self._verdicts = VerdictParser(settings)
+        self._request = {"model": settings.model, "max_tokens": settings.max_tokens, **(settings.fields or {})}
+        self.pure = settings.temperature == 0
+        self._servers = Endpoints(settings, REASON, authority=authority, transport=transport)
 
     @property
     def urls(self) -> list[str]:
@@ -151,18 +137,19 @@ class JudgeReward:
     async def ask(self, answer: RewardInput, criterion: str = "") -> Score:
         """Collect the votes on an answer, for one criterion if the template has a place for it."""
         prompt = self._prompt(answer, criterion)
-        voted = await together([self._vote(prompt) for _ in range(self._votes)])
+        voted = await together([self._vote(prompt) for _ in range(self._settings.votes)])
         votes = [vote for vote, _ in voted]
         parts = {f"judge/vote_{number}": vote for number, vote in enumerate(votes, start=1)}
         parts |= {"judge/spread": max(votes) - min(votes), "judge/asked_again": float(sum(again for _, again in voted))}
-        return Score(self._aggregate(votes), parts=parts)
+        return Score(AGGREGATES[self._settings.aggregate](votes), parts=parts)
 
     async def close(self) -> None:
         """Close the connections."""
         await self._servers.close()
 
     def _prompt(self, answer: RewardInput, criterion: str) -> str:
-        reference = answer.record.get(self._answer_key, "") if self._answer_key else ""
+        key = self._settings.answer_key
+        reference = answer.record.get(key, "") if key else ""
         places = {
             "question": asked(answer),
             "answer": answer.text,
@@ -175,14 +162,15 @@ class JudgeReward:
     async def _vote(self, prompt: str) -> tuple[float, int]:
         """Return a vote, and how often it was requested again."""
         text = ""
-        for attempt in range(self._attempts):
-            temperature = max(self._temperature, RETRY_TEMPERATURE) if attempt else self._temperature
+        attempts = self._settings.attempts
+        for attempt in range(attempts):
+            temperature = max(self._settings.temperature, RETRY_TEMPERATURE) if attempt else self._settings.temperature
             request = {"messages": [{"role": "user", "content": prompt}], "temperature": temperature, **self._request}
             text = _text(await self._servers.post("/chat/completions", request))
             if (vote := self._verdicts.read(text)) is not None:
                 return vote, attempt
         raise EpisodeFailed(
-            REASON, f"no vote could be read in {self._attempts} attempts; the last answer ends in {text[-200:]!r}"
+            REASON, f"no vote could be read in {attempts} attempts; the last answer ends in {text[-200:]!r}"
         )
 
 

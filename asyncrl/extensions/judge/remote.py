@@ -20,58 +20,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import httpx
-from pydantic import Field
 
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.extensions.combine.calls import together
 from asyncrl.extensions.judge.batches import RequestBatcher
-from asyncrl.extensions.judge.endpoints import Endpoints, RefusedError
-from asyncrl.rewards.parameters import Count, Name, Seconds, Urls
+from asyncrl.extensions.judge.endpoints import Endpoints, RefusedError, ServerSettings
+from asyncrl.rewards.parameters import Count, Name, Seconds
 from asyncrl.rewards.reward import RewardInput
+from asyncrl.settings import NonNegative
 
 REASON = "reward_model"
 BATCHED, LABELLED = ("batch", "openrlhf"), ("slime", "openrlhf")
 Sample = dict[str, Any]
 
 
+class RewardModelSettings(ServerSettings):
+    """The servers of a reward model, and what they are sent. `urls` are complete."""
+
+    form: Literal["batch", "single", "slime", "openrlhf"] = "batch"
+    answer_key: Name = "answer"
+    reward_key: Name = "reward"
+    max_batch: Count = 64
+    max_wait: NonNegative = 0.01
+    """Seconds for a batch to fill."""
+    max_running: Count = 16
+    request_timeout: Seconds = 60.0
+    deadline: Seconds = 180.0
+
+
 class RewardModel:
     """Reward that a reward model gives to the last completion."""
 
     inline = pure = True
+    Settings = RewardModelSettings
 
-    def __init__(
-        self,
-        urls: Urls,
-        form: Literal["batch", "single", "slime", "openrlhf"] = "batch",
-        answer_key: Name = "answer",
-        reward_key: Name = "reward",
-        api_key_env: Name | None = None,
-        max_batch: Count = 64,
-        max_wait: Annotated[float, Field(ge=0)] = 0.01,
-        max_running: Count = 16,
-        request_timeout: Seconds = 60.0,
-        deadline: Seconds = 180.0,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        """`urls` are complete URLs. `max_wait` is the time in seconds for a batch to fill; `max_running` limits
-        concurrent requests."""
-        if not urls:
-            raise ConfigError("urls", urls, "Must name at least one server.")
-        self._form, self._answer_key, self._reward_key = form, answer_key, reward_key
-        self._servers = Endpoints(
-            urls,
-            REASON,
-            max_running=max_running,
-            request_timeout=request_timeout,
-            deadline=deadline,
-            api_key_env=api_key_env,
-            transport=transport,
-        )
+    def __init__(self, settings: RewardModelSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        if not settings.urls:
+            raise ConfigError("urls", settings.urls, "Must name at least one server.")
+        self._form = settings.form
+        self._answer_key = settings.answer_key
+        self._reward_key = settings.reward_key
+        self._servers = Endpoints(settings, REASON, transport=transport)
         self._batches: RequestBatcher[Sample, float] = RequestBatcher(
-            self._send, max_batch=max_batch if form in BATCHED else 1, max_wait=max_wait
+            self._send,
+            max_batch=settings.max_batch if settings.form in BATCHED else 1,
+            max_wait=settings.max_wait,
         )
 
     async def __call__(self, answer: RewardInput) -> float:

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import httpx
+
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.extensions.combine.calls import combined
 from asyncrl.extensions.combine.combine import checked_weight
-from asyncrl.extensions.judge.judge import JudgeReward
+from asyncrl.extensions.judge.judge import JudgeReward, JudgeSettings
 from asyncrl.rewards.build import part
-from asyncrl.rewards.parameters import Name, check
+from asyncrl.rewards.parameters import Name, settings_of
 from asyncrl.rewards.reward import Result, Reward, RewardInput, Score, close
 
 TEMPLATE = """You check one criterion of an answer to a question.
@@ -67,6 +69,7 @@ class RubricReward:
         judge: Any = None,
         criterion_key: Name = "criterion",
         weight_key: Name = "weight",
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Configure the criteria and the judge.
 
@@ -80,7 +83,7 @@ class RubricReward:
         self._items_key, self._criterion_key, self._weight_key = items_key, criterion_key, weight_key
         if self._items and not _divisor(self._items):
             raise ConfigError("items", items, "One weight must be above 0.")
-        self._judge = _judge(judge) if items_key or any(one.reward is None for one in self._items) else None
+        self._judge = _judge(judge, transport) if items_key or any(one.reward is None for one in self._items) else None
         self._rewards = [one.reward for one in self._items if one.reward is not None]
         parts: Sequence[Reward] = [*self._rewards, *([self._judge] if self._judge else [])]
         self.inline = all(one.inline for one in parts)
@@ -128,18 +131,18 @@ def _divisor(items: Sequence[Criterion]) -> float:
     return math.fsum(max(0.0, item.weight) for item in items)
 
 
-def _judge(judge: Any) -> JudgeReward:
+def _judge(judge: Any, transport: httpx.AsyncBaseTransport | None) -> JudgeReward:
     if isinstance(judge, JudgeReward):
         return judge
     if not isinstance(judge, Mapping):
         raise ConfigError("judge", judge, "Must be the params of the judge that checks the criteria.")
     read = {} if {"pattern", "json_field", "scale", "labels"} & judge.keys() else {"labels": LABELS}
     params = {"template": TEMPLATE, **read, **judge}
-    check(JudgeReward, params, "judge")
-    if "$criterion" not in params["template"].replace("{", ""):
-        raise ConfigError("judge.template", params["template"], "It has no placeholder $criterion.")
+    settings = settings_of(JudgeSettings, params, "judge")
+    if "$criterion" not in settings.template.replace("{", ""):
+        raise ConfigError("judge.template", settings.template, "It has no placeholder $criterion.")
     try:
-        return JudgeReward(**params)
+        return JudgeReward(settings, transport)
     except ConfigError as error:
         raise ConfigError(f"judge.{error.field}", error.value, error.remedy) from None
 

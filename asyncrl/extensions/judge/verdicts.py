@@ -8,39 +8,50 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from asyncrl.errors import ConfigError
+from asyncrl.rewards.parameters import Name, Range
+from asyncrl.settings import Section
 
 SCALE = (0.0, 10.0)
 SCORE = r"(?i:score)\W*?(-?\d+(?:\.\d+)?)"
 VERDICT = r"(?i:verdict)\W*(\w+)"
 
 
+class VerdictSettings(Section):
+    """How a verdict is read: "Score: N" from 0 to 10 by default; with `labels`, "Verdict: LABEL"."""
+
+    pattern: Name | None = None
+    """Regular expression with one group, the verdict."""
+    json_field: Name | None = None
+    """Field of the last JSON object that has it, in place of a pattern."""
+    scale: Range | None = None
+    """Lowest and highest number."""
+    labels: Mapping[str, float] | None = None
+    """Numbers from 0 to 1 by label."""
+
+
 class VerdictParser:
     """Parser of verdicts."""
 
-    def __init__(
-        self,
-        pattern: str | None = None,
-        json_field: str | None = None,
-        scale: Sequence[float] | None = None,
-        labels: Mapping[str, float] | None = None,
-    ) -> None:
-        """Parse "Score: N" from 0 to 10 by default; with `labels`, parse "Verdict: LABEL"."""
-        if pattern and json_field:
-            raise ConfigError("json_field", json_field, "Cannot be combined with pattern.")
-        if scale and labels:
+    def __init__(self, settings: VerdictSettings) -> None:
+        labels = settings.labels
+        if settings.pattern and settings.json_field:
+            raise ConfigError("json_field", settings.json_field, "Cannot be combined with pattern.")
+        if settings.scale and labels:
             raise ConfigError("labels", labels, "Cannot be combined with scale.")
-        low, high = scale or SCALE
+        low, high = settings.scale or SCALE
         if not low < high:
             raise ConfigError("scale", [low, high], "Must be two numbers, the lower one first.")
         for label, value in (labels or {}).items():
             if not 0 <= value <= 1:
                 raise ConfigError(f"labels.{label}", value, "Must be from 0 to 1.")
-        self._field, self._low, self._high = json_field, low, high
+        self._field = settings.json_field
+        self._low = low
+        self._high = high
         self._labels = {label.lower(): value for label, value in labels.items()} if labels else None
-        self._pattern = _compiled(pattern or (VERDICT if labels else SCORE))
+        self._pattern = _compiled(settings.pattern or (VERDICT if labels else SCORE))
 
     def read(self, text: str) -> float | None:
         """Return a number from 0 to 1, or None if the text has no verdict, or one that is off the scale or an unknown

@@ -21,7 +21,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.extensions.code import code_tests
-from asyncrl.extensions.code.code_reward import CodeReward
+from asyncrl.extensions.code.code_reward import CodeReward, CodeSettings
 from asyncrl.extensions.code.code_tests import code_of
 from asyncrl.extensions.code.code_values import pack, unpack
 from asyncrl.extensions.sandbox.protocol import Limits
@@ -39,7 +39,7 @@ def scored(code: str, asserts: Any = ADD, *, sandboxes: Sandboxes | None = None,
     options: dict[str, Any] = {"reward": "share", "python": sys.executable, "seconds": 5.0} | params
 
     async def main() -> Score:
-        reward = CodeReward(sandbox=sandboxes or Sandboxes(), **options)
+        reward = CodeReward(CodeSettings(**options), sandboxes or Sandboxes())
         try:
             return await asyncio.wait_for(reward(answer(f"Here it is:\n```python\n{code}\n```\n", **record)), 60)
         finally:
@@ -117,7 +117,7 @@ def test_answer_without_python_scores_0_and_costs_no_sandbox() -> None:
     sandboxes = Sandboxes()
 
     async def main() -> Score:
-        return await CodeReward(sandbox=sandboxes)(answer("```bash\nls\n```", test_list=ADD))
+        return await CodeReward(CodeSettings(), sandboxes)(answer("```bash\nls\n```", test_list=ADD))
 
     score = asyncio.run(main())
     assert (score.reward, score.parts["code/found"], sandboxes.opened) == (0.0, 0.0, 0)
@@ -338,7 +338,7 @@ def test_sandboxes_are_bounded_closed_and_new_for_every_answer() -> None:
     sandboxes = Sandboxes()
 
     async def main() -> list[Score]:
-        reward = CodeReward(sandbox=sandboxes, python=sys.executable, max_running=2)
+        reward = CodeReward(CodeSettings(python=sys.executable, max_running=2), sandboxes)
         text = f"```python\n{RIGHT}\n```"
         scores = await asyncio.gather(*(reward(answer(text, test_list=ADD[:1])) for _ in range(5)))
         await reward.close()
@@ -355,10 +355,9 @@ class Bounded(Sandboxes):
 
 
 def test_own_backend_gets_limits_with_room_for_all_tests() -> None:
-    reward = CodeReward(
-        sandbox=f"{__name__}:Bounded", sandbox_params={"warm": 3}, total_seconds=40.0, seconds=5.0, memory_mb=300
-    )
-    backend: Any = reward._backend
+    own = {"sandbox": f"{__name__}:Bounded", "sandbox_params": {"warm": 3}}
+    reward = build("code", {**own, "total_seconds": 40.0, "seconds": 5.0, "memory_mb": 300})
+    backend: Any = reward._backend  # type: ignore[attr-defined]
     assert backend.warm == 3
     assert backend.limits.seconds >= 45
     assert backend.limits.cpu_seconds >= 45
@@ -366,15 +365,16 @@ def test_own_backend_gets_limits_with_room_for_all_tests() -> None:
 
 
 def test_backend_comes_by_import_path_and_others_are_refused() -> None:
-    CodeReward(sandbox=f"{Sandboxes.__module__}:Sandboxes", sandbox_params={})
+    build("code", {"sandbox": f"{Sandboxes.__module__}:Sandboxes", "sandbox_params": {}})
     for sandbox, params, field in (
         ("no.such:Backend", {}, "sandbox"),
         (f"{Sandboxes.__module__}:Sandboxes", {"falt": 1}, "sandbox_params.falt"),
         (7, {}, "sandbox"),
+        ("collections:Counter", {}, "sandbox"),
     ):
         with pytest.raises(ConfigError) as caught:
-            CodeReward(sandbox=sandbox, sandbox_params=params)  # type: ignore[arg-type]
-        assert caught.value.field == field
+            build("code", {"sandbox": sandbox, "sandbox_params": params})
+        assert caught.value.field == f"reward.params.{field}"
 
 
 # --- values ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from asyncrl.extensions.code.code_reward import CodeReward
+from asyncrl.extensions.code.code_reward import CodeReward, CodeSettings
 from asyncrl.extensions.sandbox import cgroups
 from asyncrl.extensions.sandbox.protocol import Limits
 from asyncrl.rewards import Score
@@ -61,7 +61,8 @@ def scored(kind: Kind, *answers: str) -> list[Score]:
 
     async def main() -> list[Score]:
         async with asyncio.timeout(300), backend(kind, LIMITS, nested=True) as sandboxes:
-            reward = CodeReward(sandbox=sandboxes, reward="share", seconds=15.0, total_seconds=40.0, memory_mb=256)
+            limits = {"seconds": 15.0, "total_seconds": 40.0, "memory_mb": 256}
+            reward = CodeReward(CodeSettings.model_validate({"reward": "share", **limits}), sandboxes)
             made = [answer(f"```python\n{code}\n```", test_list=TESTS) for code in answers]
             return list(await asyncio.gather(*map(reward, made)))
 
@@ -98,7 +99,7 @@ def test_programs_are_tested_without_a_memory_control_group(monkeypatch: pytest.
 
     async def main() -> Score:
         async with asyncio.timeout(300):
-            reward = CodeReward(tests="programs", seconds=15.0, total_seconds=40.0)
+            reward = CodeReward(CodeSettings(tests="programs", seconds=15.0, total_seconds=40.0))
             try:
                 return await reward(answer("```python\nprint(int(input()) * 2)\n```", input_output=pairs))
             finally:

@@ -19,9 +19,9 @@ from asyncrl import retries
 from asyncrl.config import load
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.extensions.judge.extension import AUTHORITY, OWN_FLEET
-from asyncrl.extensions.judge.judge import JudgeReward, asked
+from asyncrl.extensions.judge.judge import JudgeReward, JudgeSettings, asked
 from asyncrl.extensions.judge.rubric import RubricReward
-from asyncrl.extensions.judge.verdicts import VerdictParser
+from asyncrl.extensions.judge.verdicts import VerdictParser, VerdictSettings
 from asyncrl.launch.placement import imagined, place
 from asyncrl.launch.plan import plan
 from asyncrl.rewards import RewardInput, Score, build
@@ -65,7 +65,7 @@ def judged(engine: Engine, one: RewardInput | None = None, **params: Any) -> Sco
     options: dict[str, Any] = {"model": "m", "urls": [URL]} | params
 
     async def main() -> Score:
-        judge = JudgeReward(transport=httpx.MockTransport(engine), **options)
+        judge = JudgeReward(JudgeSettings(**options), httpx.MockTransport(engine))
         try:
             return await asyncio.wait_for(judge(one or ask("It is 4.")), 20)
         finally:
@@ -102,7 +102,7 @@ def test_request_is_a_chat_completion_with_all_three_texts() -> None:
     assert re.search(r"\n<answer ([0-9a-f]{16})>\nIt is 4\.\n</answer \1>\n", prompt)
 
 
-PLAIN = JudgeReward("m", template="[$mark|$question|$answer|$reference|$criterion]")
+PLAIN = JudgeReward(JudgeSettings(template="[$mark|$question|$answer|$reference|$criterion]"))
 
 
 @given(st.text(), st.text())
@@ -143,7 +143,7 @@ def test_missing_urls_end_the_run_and_not_the_episode() -> None:
     engine = Engine("Score: 5")
 
     async def main() -> Score:
-        judge = JudgeReward("m", transport=httpx.MockTransport(engine))
+        judge = JudgeReward(JudgeSettings(), httpx.MockTransport(engine))
         with pytest.raises(ConfigError, match="No server is set"):
             await judge(ask("a"))
         judge.urls = [f"{URL}/"]
@@ -183,7 +183,7 @@ def test_missing_urls_end_the_run_and_not_the_episode() -> None:
     ],
 )
 def test_vote_is_found_at_the_end_and_scaled_or_it_is_none(options: Any, text: str, vote: float | None) -> None:
-    assert VerdictParser(**options).read(text) == (None if vote is None else pytest.approx(vote))
+    assert VerdictParser(VerdictSettings(**options)).read(text) == (None if vote is None else pytest.approx(vote))
 
 
 @pytest.mark.parametrize(("aggregate", "reward"), [("mean", 0.55), ("median", 0.5), ("majority", 0.2)])
@@ -263,13 +263,13 @@ def test_one_vote_that_fails_ends_the_others() -> None:
 )
 def test_wrong_params_are_named(params: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        JudgeReward("m", **params)
+        JudgeReward(JudgeSettings(**params))
     assert caught.value.field == field
 
 
 def test_scores_are_kept_only_where_the_judge_does_not_draw_them() -> None:
-    assert JudgeReward("m").pure
-    assert not JudgeReward("m", temperature=0.5).pure
+    assert JudgeReward(JudgeSettings()).pure
+    assert not JudgeReward(JudgeSettings(temperature=0.5)).pure
 
 
 # --- rubrics ------------------------------------------------------------------------------------------------
@@ -288,8 +288,8 @@ def by_rubric(
     engine = engine or Checker()
 
     async def main() -> Score:
-        judge = {"model": "m", "urls": [URL], "transport": httpx.MockTransport(engine)}
-        rubric = RubricReward(items, judge=judge, **params)
+        judge = {"model": "m", "urls": [URL]}
+        rubric = RubricReward(items, judge=judge, transport=httpx.MockTransport(engine), **params)
         try:
             result = rubric(one or ask("It is 4."))
             return result if isinstance(result, Score) else await asyncio.wait_for(_awaited(result), 20)
@@ -373,6 +373,7 @@ def test_rubric_without_judged_criteria_is_its_rewards() -> None:
     ("use", "params", "field", "remedy"),
     [
         ("judge", {"model": "m", "votes": "three"}, "votes", "valid integer"),
+        ("judge", {"vote": 3}, "vote", "The nearest is votes"),
         ("remote", {"urls": ["localhost"]}, "urls.0", "should match pattern"),
     ],
 )

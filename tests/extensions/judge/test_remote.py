@@ -14,7 +14,7 @@ import pytest
 from asyncrl import retries
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.extensions.judge.batches import RequestBatcher
-from asyncrl.extensions.judge.remote import RewardModel
+from asyncrl.extensions.judge.remote import RewardModel, RewardModelSettings
 from tests.rewards.doubles import answer
 
 URLS = ["http://one/score", "http://two/score"]
@@ -70,7 +70,7 @@ def asking(
     options: dict[str, Any] = {"urls": URLS[:1], "form": server.form, "deadline": 5.0} | settings
 
     async def main() -> Any:
-        reward = RewardModel(transport=httpx.MockTransport(server), **options)
+        reward = RewardModel(RewardModelSettings(**options), httpx.MockTransport(server))
         try:
             async with asyncio.timeout(60):
                 if use:
@@ -139,17 +139,18 @@ def test_key_comes_from_the_environment_or_is_named(monkeypatch: pytest.MonkeyPa
         return httpx.Response(200, json={"rewards": [1.0]})
 
     async def main() -> float:
-        return await RewardModel(URLS, api_key_env="SOME_KEY", transport=httpx.MockTransport(serve))(ask("a"))
+        settings = RewardModelSettings(urls=URLS, api_key_env="SOME_KEY")
+        return await RewardModel(settings, httpx.MockTransport(serve))(ask("a"))
 
     assert asyncio.run(main()) == 1.0
     assert heard == ["Bearer secret"]
     with pytest.raises(ConfigError, match="This environment variable is not set"):
-        RewardModel(URLS, api_key_env="NO_SUCH_KEY")
+        RewardModel(RewardModelSettings(urls=URLS, api_key_env="NO_SUCH_KEY"))
 
 
 def test_at_least_one_server_must_be_named() -> None:
     with pytest.raises(ConfigError, match="at least one"):
-        RewardModel([])
+        RewardModel(RewardModelSettings())
 
 
 # --- how much at once ---------------------------------------------------------------------------------------
@@ -291,12 +292,12 @@ def test_refused_and_cut_connections_of_real_sockets() -> None:
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-        reward = RewardModel([url], deadline=30.0)
+        reward = RewardModel(RewardModelSettings(urls=[url], deadline=30.0))
         first = await reward(ask("a"))
         server.close()
         await server.wait_closed()
         await reward.close()
-        refused = RewardModel([url], deadline=0.2)
+        refused = RewardModel(RewardModelSettings(urls=[url], deadline=0.2))
         (failure,) = await asyncio.gather(refused(ask("a")), return_exceptions=True)
         await refused.close()
         return [first, connections, failure]
