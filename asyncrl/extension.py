@@ -167,8 +167,9 @@ class LaunchHooks:
 
     def memory(self, config: Config) -> Mapping[str, int]:
         """Return what it changes in the memory of a run: `layers_held`, the number of layers whose activations are on
-        the device of a trainer at a time, and `linear_bytes`, the bytes of an element of the layers' linear maps in an
-        engine. Called by whoever estimates memory."""
+        the device of a trainer at a time, `linear_bytes`, the bytes of an element of the layers' linear maps in an
+        engine, and `tower_trained`, 1 if a tower beside the text model is trained. Called by whoever estimates
+        memory."""
         return {}
 
     def follows(self, config: Config) -> Path | None:
@@ -438,6 +439,11 @@ class Extension:
     """Import paths of advantage estimators by their name in algo.advantage (algo/registry.py)."""
     losses: ClassVar[Mapping[str, str]] = {}
     """Import paths of losses by their name in algo.loss."""
+    families: ClassVar[Mapping[str, str]] = {}
+    """Import paths of the records of model families (models/family.py) by their architecture."""
+    builtin: ClassVar[Mapping[str, str]] = {}
+    """Import paths of models that are written when they are needed (models/catalog.py, Builtin), by their name after
+    `builtin:` in model.path."""
     transports: ClassVar[Mapping[str, OfferedTransport]] = {}
     """Transports of new weights by their name in weights.transport."""
     bases: ClassVar[Mapping[str, OfferedBase]] = {}
@@ -464,8 +470,6 @@ class Extension:
     task and the section."""
     hosting: ClassVar[str] = ""
     """Import path of an EnvironmentHosts (envs/pool.py): processes that hold environments which block or may hang."""
-    decoder: ClassVar[str] = ""
-    """Import path of an ImageDecoder (images/__init__.py)."""
     question: ClassVar[str] = ""
     """Import path of a function of a question and the chat template, which returns the question as the model is shown
     it."""

@@ -128,7 +128,7 @@ def offered(table: str, named: Mapping[str, str] | None = None) -> dict[str, Any
 @cache
 def loaded(attribute: str) -> list[Any]:
     """Return the objects at the import paths that extensions offer in an attribute of their classes (question,
-    hosting, decoder), of those that need not be named."""
+    hosting), of those that need not be named."""
     paths = (getattr(kind, attribute) for kind in classes({}).values())
     return [load(path, "extensions") for path in paths if path]
 

@@ -57,6 +57,8 @@ MOVED_SETTINGS = {
     "engine.request_fields": "requests.fields",
     "algo.distillation": "distill",
     "algo.critic": "critic",
+    "trainer.vision": "vision",
+    "rollout.images": "vision",
     "tracing": "observe",
     "cluster.plan": "plan.apply",
     **{f"cluster.{name}": f"plan.{name}" for name in ("elastic", "min_engines", "max_engines")},

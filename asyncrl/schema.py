@@ -9,7 +9,7 @@ fork        a point where an episode continues in several branches; its reward i
 role        an actor in an episode with several; each has its own samples, rewards and siblings
 adapter     low-rank matrices beside the frozen weights (trainer.lora); roles may have adapters of their own
 group       the trajectories of one prompt
-image       a PNG file, already of the size that the model reads; its name is the SHA-256 of the file (asyncrl/images)
+image       a PNG file, already of the size that the model reads; its name is the SHA-256 of the file (images.py)
 placeholder the one token id that stands for an image, wherever the engine's and the trainer's many are not meant
 ticket      permission to play one group: its slot, and the cohort (the batch of slots) that the slot belongs to
 batch       the groups that are trained between two versions
@@ -190,7 +190,7 @@ class Generate(Protocol):
         ...
 
     async def images(self, messages: Sequence[Message]) -> list[bytes]:
-        """Return the images of messages (asyncrl/images/parts.py) in order, in the form that the model reads. Raises
+        """Return the images of messages (asyncrl/images.py) in order, in the form that the model reads. Raises
         ImageRefused."""
         ...
 

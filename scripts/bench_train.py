@@ -162,6 +162,7 @@ class Model:
         from asyncrl.config import load
         from asyncrl.launch.main import CONF
         from asyncrl.network.ports import free_port
+        from asyncrl.trainer.encoder import encoder_of
         from asyncrl.trainer.network import Network
         from asyncrl.trainer.optimizer import NetworkOptimizer
         from asyncrl.trainer.parallel import initialize
@@ -173,7 +174,8 @@ class Model:
             raw: Any = OmegaConf.to_container(compose("train", overrides), resolve=True)
         config = load(raw)
         self.parallel = initialize(config.trainer, gpu=False, seed=0, timeout=60.0)
-        self.network = Network(config.trainer, folder, self.parallel)
+        encoder = encoder_of(config, folder, self.parallel)
+        self.network = Network(config.trainer, folder, self.parallel, encoder=encoder)
         self.optimizer = NetworkOptimizer(config.trainer, self.network, 1000)
 
     def step(self, packs: list[Any], weights: Any) -> None:

@@ -50,7 +50,7 @@ QUICK = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "
 
 def write_model(folder: Path, quick: bool) -> None:
     """Write the model."""
-    from asyncrl.models import tiny_vision
+    from asyncrl.extensions.vision import tiny as tiny_vision
 
     rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
     tiny_vision.write(folder, rope_parameters=rope, max_position_embeddings=1024, **(QUICK if quick else LARGE))
@@ -61,7 +61,7 @@ def groups_of(images: int) -> list[Group]:
     import numpy as np
     from PIL import Image
 
-    from asyncrl.models.tiny_vision import TOKENS
+    from asyncrl.extensions.vision.tiny import TOKENS
 
     rng, found = np.random.default_rng(0), []
     start, pad, end = (TOKENS.index(f"<|{mark}|>") for mark in ("vision_start", "image_pad", "vision_end"))
@@ -107,9 +107,10 @@ def our_step(folder: Path, groups: list[Group], name: str) -> Callable[[], None]
     import torch
 
     from asyncrl.algo.samples import build_samples
+    from asyncrl.extensions.vision.encoder import ImageEncoder
 
-    vision, weights = model.network.vision, torch.full((ANSWERS * LENGTH,), 1 / ANSWERS / LENGTH)
-    assert vision is not None
+    vision, weights = model.network.encoder, torch.full((ANSWERS * LENGTH,), 1 / ANSWERS / LENGTH)
+    assert isinstance(vision, ImageEncoder)
     encode = vision._encoded
 
     def encoded(names: list[str]) -> Any:

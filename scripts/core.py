@@ -28,7 +28,7 @@ KEPT = {"cpu"}
 """What a machine without GPUs needs for any run."""
 FREE = "not campaign and not gpu and not multi_gpu and not integration and not nightly"
 SOME = ["tests/config", "tests/launch", "tests/recipes", "tests/tasks", "tests/test_extension.py"]
-MORE = ["algo", "agents", "checkpoints", "engine", "envs", "images", "metrics", "network", "observability"]
+MORE = ["algo", "agents", "checkpoints", "engine", "envs", "metrics", "network", "observability"]
 MORE += ["rewards", "rollout", "trainer", "weights"]
 STRUCTURE = ["tests/test_imports.py", "tests/test_names.py"]
 RUN = ["experiment=tiny", "run.max_steps=3", "eval.questions=0", "run.dir=.core-run"]

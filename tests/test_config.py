@@ -504,43 +504,6 @@ def test_impossible_recomputation_and_stages_are_refused(
     assert caught.value.field == f"trainer.{field}"
 
 
-SEES = {
-    **LLAMA,
-    "architectures": ["Qwen3VLForConditionalGeneration"],
-    "vision_config": {"patch_size": 16, "deepstack_visual_indexes": [1, 2, 3]},
-}
-TRAINED = {"trainer.vision.tower": "trained"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "field", "remedy"),
-    [
-        ({"algo.kl.reference_path": "/other"}, "algo.kl.reference_path", "with the policy's vision tower"),
-        ({**TRAINED, "trainer.lora.rank": 8}, "trainer.vision.tower", "on frozen weights"),
-        ({"algo.routing_replay": "R2", "algo.epochs": 2}, "algo.routing_replay", "no routed experts"),
-        ({"trainer.pipeline_parallel": 2}, "trainer.pipeline_parallel", "The first 3 layers add features of images"),
-        ({**TRAINED, "trainer.recompute.granularity": "full"}, "trainer.recompute.granularity", "set none"),
-        (TRAINED, "weights.verify", "set it to false"),
-    ],
-)
-def test_what_a_model_that_sees_cannot_do_is_refused(changes: dict[str, Any], field: str, remedy: str) -> None:
-    hf = {**SEES, "num_hidden_layers": 4}
-    check_model(tiny_config(), hf)
-    check_model(tiny_config(**TRAINED, **{"weights.verify": False}), hf)
-    check_model(tiny_config(**TRAINED), {**hf, "vision_config": {"patch_size": 14}})
-    with pytest.raises(ConfigError, match=re.escape(remedy)) as caught:
-        check_model(tiny_config(**changes), hf)
-    assert caught.value.field == field
-
-
-def test_vision_tower_gradients_are_not_overlapped() -> None:
-    settings = {"trainer.data_parallel": 2, "trainer.overlap_grad_reduce": True}
-    tiny_config(**settings)
-    with pytest.raises(ConfigError, match="micro-batch without images") as caught:
-        tiny_config(**settings, **TRAINED)
-    assert caught.value.field == "trainer.overlap_grad_reduce"
-
-
 @pytest.mark.parametrize(
     ("change", "remedy"),
     [
@@ -581,14 +544,6 @@ def test_routing_replay_needs_experts_and_engines_that_tell_them(
     with pytest.raises(ConfigError, match=remedy) as caught:
         check_model(tiny_config(**{"algo.routing_replay": "R3", **changes}), hf)
     assert caught.value.field == field
-
-
-def test_image_routing_replays_as_trainers_recorded_it() -> None:
-    sees = {**MOE, "architectures": ["Qwen3VLMoeForConditionalGeneration"], "vision_config": SEES["vision_config"]}
-    check_model(tiny_config(**{"algo.routing_replay": "R2", "algo.epochs": 2}), sees)
-    with pytest.raises(ConfigError, match="each token of an image, and answers count an image once: set R2") as caught:
-        check_model(tiny_config(**{"algo.routing_replay": "R3"}), sees)
-    assert caught.value.field == "algo.routing_replay"
 
 
 def test_routing_replay_that_the_engines_can_give_passes() -> None:

@@ -76,11 +76,11 @@ ALLOWED = {
 ONLY = {
     ("launch", "engine"): {"engine.server", "engine.router", "engine.registry"},
     ("launch", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
-    ("rollout", "models"): {"models.vision", "models.architectures"},
+    ("rollout", "models"): {"models.architectures", "models.families"},
     ("rollout", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
     ("launch", "weights"): {"weights.choice", "weights.peft_config"},
     ("launch", "rollout"): {"rollout.agent"},
-    ("launch", "models"): {"models.catalog", "models.architectures", "models.families", "models", "models.vision"},
+    ("launch", "models"): {"models.catalog", "models.architectures", "models.families", "models"},
     ("rollout", "engine"): {
         *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads"),
         *("engine.session", "engine.stop_strings", "engine.stream"),
@@ -90,8 +90,8 @@ ONLY = {
     ("launch", "observability"): {"observability.timeline"},
     ("envs", "observability"): {"observability.intervals"},
     ("trainer", "observability"): {"observability.timeline"},
-    ("trainer", "models"): {"models.architectures", "models.families", "models.parts", "models.vision"},
-    ("weights", "models"): {"models.vision", "models.families", "models.family", "models.parts", "models"},
+    ("trainer", "models"): {"models.architectures", "models.families", "models.parts"},
+    ("weights", "models"): {"models.families", "models.family", "models.parts", "models"},
     ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.update"},
 }
 HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}

@@ -25,7 +25,7 @@ BESIDE = (
 GROUND = (
     "config/",
     "errors.py",
-    "images/",
+    "images.py",
     "network/",
     "retries.py",
     "routing.py",

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from asyncrl.images import image_name
-from asyncrl.images.parts import images_in
+from asyncrl.images import image_name, images_in
 from asyncrl.schema import Completion, Generate, Message, Prompt, Trajectory, Turn
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.images.parts import without_images
+from asyncrl.images import without_images
 from asyncrl.schema import Message
 
 if TYPE_CHECKING:

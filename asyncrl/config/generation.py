@@ -170,18 +170,6 @@ class AuxiliaryModelConfig(Section):
         return self.tensor_parallel
 
 
-class ImagesConfig(Section):
-    """Limits of images, for models that read them."""
-
-    max_pixels: Count | None
-    """Larger images are scaled down to at most this many pixels; unset: the maximum in the model's own
-    preprocessor_config.json. An image takes one token for each square of (patch size x merge size) pixels."""
-    max_images: Count
-    """Maximum number of images in one context."""
-    max_bytes: Count
-    """Maximum size of an image file as it is given. Files of more than 40 million pixels are refused as well."""
-
-
 class RolloutConfig(Section):
     """Asynchrony, batch shape, sampling, timeouts and failure limits of rollouts."""
 
@@ -203,7 +191,6 @@ class RolloutConfig(Section):
     refused. skip: they are left out and counted; refuse: the run does not start. The lengths in a task with a known
     number of questions are checked before the run. An endless task is checked as its questions are drawn, and so are
     images: refuse ends the run, skip continues with another question."""
-    images: ImagesConfig
     stop: list[Text]
     """Texts that end an answer, besides the model's own end-of-answer tokens. The answer ends with the token that
     completes the first of them; its text holds it. The client looks for them, because engines know only token ids, and

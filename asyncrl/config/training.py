@@ -80,16 +80,6 @@ class OptimizerConfig(Section):
         return self
 
 
-class VisionConfig(Section):
-    """Vision tower of a model that sees; without effect on text models."""
-
-    tower: Literal["frozen", "trained"]
-    """frozen: the tower keeps its weights, each image of a batch is encoded once, and only the text model is published.
-    trained: the tower is trained and published too, and encodes an image in each pass; engines then cache no images."""
-    lr: Positive | None
-    """Peak learning rate of a trained tower, with the schedule of optimizer.lr; unset: optimizer.lr."""
-
-
 class TrainerConfig(Section):
     """Megatron trainer: parallel layout, precision, optimizer, and handling of bad steps."""
 
@@ -125,7 +115,6 @@ class TrainerConfig(Section):
     fp8: Fp8Config | None
     """FP8 recipe of TransformerEngine's layers; unset: products in dtype. Needs GPUs and bfloat16."""
     lora: LoraConfig
-    vision: VisionConfig
     micro_batch_tokens: Count
     """Maximum number of packed tokens in one forward pass. A larger group forms a micro-batch of its own."""
     batch_parts: Count
@@ -191,8 +180,6 @@ class TrainerConfig(Section):
         alone = self.data_parallel * self.context_parallel == 1
         why = "There are no replicas: set trainer.data_parallel of 2 or more."
         yield "overlap_grad_reduce", self.overlap_grad_reduce and alone, why
-        why = "A micro-batch without images has no gradient of the tower to reduce: set it to false."
-        yield "overlap_grad_reduce", self.overlap_grad_reduce and self.vision.tower == "trained", why
         why = "Needs trainer.overlap_grad_reduce=true."
         yield "overlap_param_gather", self.overlap_param_gather and not self.overlap_grad_reduce, why
         shares, why = self.pipeline_split.model_dump(), "Needs pipeline_parallel of 2 or more."

@@ -25,8 +25,7 @@ from asyncrl.engine.session import GenerationSession, PartialAnswer, Purpose, Re
 from asyncrl.engine.stop_strings import StopStrings
 from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import AsyncRLError, EngineError, PromptRefused
-from asyncrl.images import ImageRefused, Vision
-from asyncrl.images.parts import images_in
+from asyncrl.images import ImageReader, images_in
 from asyncrl.observability.intervals import RETRY
 from asyncrl.retries import pause
 from asyncrl.routing import RoutingShape
@@ -70,7 +69,7 @@ class ClientSettings:
     """Maximum length of a sequence in an engine, in tokens."""
     vocabulary: int | None = None
     """Size of the model's vocabulary; prompts with other tokens are refused."""
-    vision: Vision | None = None
+    images: ImageReader = field(default_factory=ImageReader)
     """How the model reads images, if it does."""
     requests: str = ""
     """Begins the names of requests, which must differ from those of other processes of the run."""
@@ -82,8 +81,8 @@ class ClientSettings:
         """Sampling parameters of every request, which keep an answer free of placeholders: with one, it would be a
         prompt with more placeholders than images in the next turn."""
         sampling: dict[str, Any] = {**self.further, "stop_token_ids": self.stop_token_ids, "skip_special_tokens": False}
-        if self.vision:
-            sampling["logit_bias"] = {str(token): FORBIDDEN for token in self.vision.tokens.forbidden}
+        if self.images.forbidden:
+            sampling["logit_bias"] = {str(token): FORBIDDEN for token in self.images.forbidden}
         return sampling
 
 
@@ -183,8 +182,7 @@ class GenerationClient:
             task.cancel()
         await asyncio.gather(*open_requests, return_exceptions=True)
         await self._http.close()
-        if self._settings.vision:
-            self._settings.vision.decoder.close()
+        self._settings.images.close()
 
     # -- requests of siblings ------------------------------------------------------------------------------
 
@@ -204,7 +202,7 @@ class GenerationClient:
         """
         loop = asyncio.get_running_loop()
         self._check_tokens(token_ids)
-        added = self._added(token_ids, images)
+        added = self._settings.images.added(token_ids, images)
         limit = self._limit(len(token_ids) + added, most)
         if not session.routing_key:
             alone = session.sample and self._spread(len(token_ids) + added)
@@ -246,21 +244,9 @@ class GenerationClient:
                     f"{size - 1}"
                 )
 
-    def _added(self, token_ids: list[int], images: Sequence[bytes]) -> int:
-        """Return the number of tokens that images take beyond their placeholders. Raises ValueError if they do not fit
-        together."""
-        if self._settings.vision is not None:
-            return self._settings.vision.tokens.added(token_ids, images)
-        if images:
-            raise ValueError(f"the request has {len(images)} images, but the model of this run reads none")
-        return 0
-
     async def images(self, messages: Sequence[Message]) -> list[bytes]:
         """Return the images of messages in order, as the model reads them. Raises ImageRefused."""
-        images, vision = images_in(messages), self._settings.vision
-        if images and vision is None:
-            raise ImageRefused("the model of this run reads no images: choose one that does, or send text")
-        begun = [vision.decoder.begin(image) for image in images] if vision else []
+        begun = [self._settings.images.begin(image) for image in images_in(messages)]
         return [await asyncio.wrap_future(image) for image in begun]
 
     def narrow(self, context: int) -> None:

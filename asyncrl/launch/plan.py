@@ -30,11 +30,6 @@ PORTS = ("--port", "--nccl-port", "--dist-init-addr", "--prometheus-port")
 """Arguments that are passed through the environment: every user of the machine can read a command line, seconds before
 its process listens."""
 CUMEM = "NCCL_CUMEM_ENABLE"
-"""Makes /health answer without generating a token, which an engine without weights could not do. The launcher's own
-check, /server_info, is answered by the scheduler."""
-NO_IMAGE_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
-"""Keeps engines from answering with images that a former version of the vision tower encoded: neither an update nor
-/flush_cache clears that cache."""
 ROUTER_PATIENCE = 30.0
 """Seconds that the router may take to answer: it computes nothing, but its machine may be busy."""
 
@@ -200,7 +195,6 @@ def engines(
             env = {
                 **_nccl_env(config.engine),
                 **(DETERMINISTIC_ENV if config.deterministic else {}),
-                **(NO_IMAGE_CACHE if config.trainer.vision.tower == "trained" else {}),
                 **({"CUDA_VISIBLE_DEVICES": ",".join(seat.node.gpus)} if gpu and by_ipc else {}),
             }
             name = f"engine-{label}{number}"

@@ -24,7 +24,7 @@ from asyncrl.launch.precision import Precision
 from asyncrl.launch.resume import Resume
 from asyncrl.lookup import active
 from asyncrl.models import catalog
-from asyncrl.models.vision import flat
+from asyncrl.models.architectures import flat
 from asyncrl.network.addresses import MACHINE
 from asyncrl.tasks.scores import rewards
 from asyncrl.user_code import announced

@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from asyncrl.models.catalog import BUILTIN
+from asyncrl.models.catalog import builtin
 
 if __name__ == "__main__":
     # Set before transformers is imported: all sources are local, and an unreachable hub would cost minutes.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    BUILTIN[sys.argv[1]].write(Path(sys.argv[2]))
+    builtin()[sys.argv[1]].write(Path(sys.argv[2]))

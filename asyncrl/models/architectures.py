@@ -7,10 +7,23 @@ from collections.abc import Iterator
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.models.families import FAMILIES, family_of
+from asyncrl.models.families import family_of, known_families
 from asyncrl.models.family import HF, Arguments, Family
 from asyncrl.models.parts import rotary
 from asyncrl.routing import RoutingShape
+
+WHOLE = ("architectures", "model_type", "tie_word_embeddings", "dtype")
+"""Fields that describe the whole model if both it and its text model have them."""
+
+
+def flat(hf: HF) -> HF:
+    """Return a config with the fields of the text model at the top, in either layout: transformers 5 writes them into
+    `text_config`, and some published folders have them at the top already. Fields that it leaves out have the family's
+    defaults."""
+    text = hf.get("text_config") or {}
+    own = {name: value for name, value in hf.items() if name != "text_config" and (name in WHOLE or name not in text)}
+    family = known_families().get((hf.get("architectures") or [""])[0])
+    return {**(family.defaults if family else {}), **text, **own}
 
 
 def megatron_arguments(hf: HF) -> Arguments:
@@ -63,7 +76,7 @@ LACKS = {
     "Gemma3ForConditionalGeneration": "tokens of an image attend to each other in both directions, which the trainer's "
     "packs do not",
 }
-"""Why some families have no record. Those of models that see stand in docs/vision.md, too."""
+"""Why some families have no record."""
 
 
 # --- limits -------------------------------------------------------------------------------------------------
@@ -74,7 +87,7 @@ def check_architecture(hf: HF) -> None:
     config.json."""
     name = (hf.get("architectures") or ["none named"])[0]
     if why := LACKS.get(name):
-        remedy = f"It is not supported, because {why}. Supported architectures: {sorted(FAMILIES)}."
+        remedy = f"It is not supported, because {why}. Supported architectures: {sorted(known_families())}."
         raise ConfigError("model.path", name, remedy)
     family = family_of(hf)
     codes = hf.get("quantization_config")

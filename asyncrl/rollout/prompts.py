@@ -21,13 +21,11 @@ import msgspec
 from asyncrl import lookup
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.images import ImageRefused, Vision
-from asyncrl.images.parts import images_in, without_images
+from asyncrl.images import READS_NONE, ImageReader, ImageRefused, images_in, without_images
 from asyncrl.rollout.held_out import MAX_SKIPS, draw_held_out, training_range
 from asyncrl.schema import Identity, Prompt, Template
 from asyncrl.tasks import Question, Task, ask
 
-LOOKAHEAD = 32  # questions of a task whose images are decoded before they are drawn
 TEMPLATE_BYTES = 256
 """Upper bound of the bytes that a chat template adds around one message."""
 
@@ -63,12 +61,13 @@ class Prompts:
         template: Template,
         model_length: int,
         tell: Callable[[str], None] = lambda text: None,
-        vision: Vision | None = None,
+        images: ImageReader | None = None,
         ahead: Ahead | None = None,
     ) -> None:
-        """`tell` receives a message about questions that are left out. `vision` is that of a model that reads
-        images. `ahead` renders questions without images elsewhere."""
-        self._vision, self._ahead = vision, Ahead() if vision or ahead is None else ahead
+        """`tell` receives a message about questions that are left out. `images` reads those of
+        questions. `ahead` renders questions without images elsewhere."""
+        self._images = images or ImageReader()
+        self._ahead = Ahead() if self._images.ahead or ahead is None else ahead
         self._tasks = tasks
         self._template = template
         self._tell = tell
@@ -169,11 +168,11 @@ class Prompts:
         """Yield the indices, while the images of the next ones are being decoded, or the next ones rendered
         elsewhere."""
         following: deque[int] = deque()
-        most = LOOKAHEAD if self._vision else self._ahead.most
+        most = self._images.ahead or self._ahead.most
         for index in indices:
             following.append(index)
             self._ahead.ask(name, index)
-            if self._vision and index not in self._overlong[name]:
+            if self._images.ahead and index not in self._overlong[name]:
                 self._begun[name, index] = self._begin(name, index)
             if len(following) > most:
                 yield following.popleft()
@@ -201,7 +200,7 @@ class Prompts:
             question = question_of(task, self._template, index, self._field(name))
             messages = without_images(question["messages"])
             most = begins + len(msgspec.json.encode(messages)) + TEMPLATE_BYTES * len(messages)
-            most += self._vision.most_tokens * len(images_in(question["messages"])) if self._vision else 0
+            most += self._images.most_tokens * len(images_in(question["messages"]))
             if question.get("tools") or most > self._longest:
                 with suppress(ImageRefused):  # it is left out when it is drawn
                     if (length := self._read(question, self._decoding(question))[2]) > self._longest:
@@ -254,20 +253,15 @@ class Prompts:
 
     def _decoding(self, question: Question) -> list[Future[bytes]]:
         """Begin to decode the images of a question."""
-        if self._vision is None:
-            return []
         with suppress(ImageRefused):  # of a part that is no image: _read says so
-            return [self._vision.decoder.begin(one) for one in images_in(question["messages"])]
+            return [self._images.begin(one) for one in images_in(question["messages"])]
         return []
 
     def _read(self, question: Question, pending: Sequence[Future[bytes]]) -> tuple[list[int], list[bytes], int]:
         """Return the tokens and images of a question, and how many tokens the model reads. Raises ImageRefused."""
-        if self._vision is None:
-            ids = render(self._template, question)
-            return ids, [], len(ids)
         ids = self._template.begin(question["messages"], question.get("tools", ()))
         images = [one.result() for one in pending]
-        return ids, images, len(ids) + self._vision.tokens.added(ids, images)
+        return ids, images, len(ids) + self._images.added(ids, images)
 
 
 def question_of(task: Task, template: Template, index: int, field: str) -> Question:
@@ -282,5 +276,5 @@ def question_of(task: Task, template: Template, index: int, field: str) -> Quest
 def render(template: Template, question: Question) -> list[int]:
     """Return the tokens of a question for a model that reads text. Raises ImageRefused if it has an image."""
     if images_in(question["messages"]):
-        raise ImageRefused("it has an image, but the model of this run reads none (model.path)")
+        raise ImageRefused(READS_NONE)
     return template.begin(question["messages"], question.get("tools", ()))

@@ -66,12 +66,15 @@ KINDS = {
 
 
 def build(config: TaskConfig) -> Task:
-    """Build the task that a configuration names, with its tools."""
-    task = _without_tools(config)
-    return lookup.wrapped(task, config, "tools") if config.tools else task
+    """Build the task that a configuration names, as extensions wrap it: with its images and its tools."""
+    task = _plain(config)
+    for field in ("image_key", "tools"):
+        if getattr(config, field):
+            task = lookup.wrapped(task, config, field)
+    return task
 
 
-def _without_tools(config: TaskConfig) -> Task:
+def _plain(config: TaskConfig) -> Task:
     kinds = KINDS | lookup.offered("tasks")
     if config.kind in kinds:
         task: Task = load(kinds[config.kind], "task.kind")(config)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.tasks import Question, Task, head
-from asyncrl.tasks.pictures import IMAGES, images_of, with_images
 from asyncrl.tasks.rows import rows_of_file
 
 COUNTED = "rows are counted from 0"
@@ -32,12 +30,9 @@ class FileTask(Task):
 
     def _keep(self, field: str, source: str) -> int:
         """Check and keep the rows that a setting names, and return their number. Raises ConfigError."""
-        key, before = self._config.image_key, len(self._rows)
-        folder = Path(self._config.image_folder or Path(source).parent).expanduser()
+        before = len(self._rows)
         for number, row in enumerate(self._read(field, source)):
             self._check(row, f"Row {number} of {field}")
-            if key:
-                row[IMAGES] = images_of(row, key, folder, f"Row {number} of {field}")
             self._rows.append(row)
         return len(self._rows) - before
 
@@ -67,9 +62,6 @@ class FileTask(Task):
         row = self._rows[index]
         prompt = row[self._config.prompt_key]
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        if self._config.image_key:
-            messages = with_images(messages, row[IMAGES], f"Question {index}")
-            row = {name: value for name, value in row.items() if name not in (IMAGES, self._config.image_key)}
         return {**row, "messages": [*self._head, *messages]}
 
 

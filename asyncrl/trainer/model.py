@@ -30,10 +30,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from asyncrl.config import TrainerConfig
-from asyncrl.models.architectures import check_architecture, megatron_arguments, rope_axes, unscaled
+from asyncrl.models.architectures import check_architecture, flat, megatron_arguments, rope_axes, unscaled
 from asyncrl.models.families import family_of
 from asyncrl.models.parts import rotary
-from asyncrl.models.vision import deepstack, flat, image_shape
 from asyncrl.trainer import recompute
 from asyncrl.trainer.attention import (
     PackedAttention,
@@ -44,7 +43,6 @@ from asyncrl.trainer.attention import (
 )
 from asyncrl.trainer.layers import adapt, transformer_engine_spec
 from asyncrl.trainer.mlp import GatedMLP
-from asyncrl.trainer.vision import ImageEmbedding
 from asyncrl.weights.layouts import dims_of
 
 # Without TransformerEngine, megatron-core 0.16.1 leaves this name undefined, and its routers read it.
@@ -270,10 +268,6 @@ def build_model(
     if model.pre_process and (scale := family.embedding_scale(hf)) != 1.0:
         factor = torch.tensor(scale, dtype=config.params_dtype).item()  # transformers rounds it, too
         model.embedding.word_embeddings.register_forward_hook(lambda _, __, words: words * factor)
-    if model.pre_process and image_shape(hf):
-        model.embedding.__class__ = ImageEmbedding
-        for layer in model.decoder.layers[: deepstack(hf)]:
-            model.embedding.add_after(layer)
     if te:
         adapt(model)
     return model

@@ -22,10 +22,10 @@ from asyncrl.algo.samples import Sample
 from asyncrl.config import TrainerConfig
 from asyncrl.config.roles import POLICY
 from asyncrl.models.architectures import routing_shape
-from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.parallel import Parallel
 from asyncrl.trainer import lora, recompute
 from asyncrl.trainer import model as megatron
+from asyncrl.trainer.encoder import Encoder
 from asyncrl.trainer.gradients import collect, gradient_buffer
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.layers import accumulates_by_itself, fp8_weights
@@ -34,7 +34,6 @@ from asyncrl.trainer.microbatches import Groups, TokenAccumulator, packs_of_rank
 from asyncrl.trainer.operations import costs_of, operations_of
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
-from asyncrl.trainer.vision import ImageEncoder
 from asyncrl.weights.layouts import dims_of
 from asyncrl.weights.names import ADAPTER
 from asyncrl.weights.peft import start_from
@@ -97,28 +96,27 @@ class Network:
         changed: Callable[[GPTModel], None] = lambda chunk: None,
         progress: Callable[[str], None] = lambda part: None,
         meter: StepMeter | None = None,
-        vision: ImageEncoder | None = None,
+        encoder: Encoder | None = None,
+        trains_encoder: bool = True,
     ) -> None:
         """Load the model of an HF folder, with these adapters if trainer.lora.rank is set. `changed` may change
         what each chunk of layers computes, before data parallelism wraps it. `progress` is called at the start of each
-        micro-batch. `vision` is that of another network, which the networks share."""
+        micro-batch. `encoder` encodes what is not text. Networks may share it: those that do not train it say so."""
         self.meter = meter or StepMeter(parallel)
         self._trainer = trainer
         self._parallel = parallel
         self._progress = progress
         self.hf = megatron.read_hf_config(folder)
         self.config = megatron.transformer_config(self.hf, trainer)
-        sees = image_shape(self.hf) is not None
-        self.vision = vision or (ImageEncoder(self.hf, folder, trainer, parallel) if sees else None)
-        self._forbidden = self._columns(forbidden_ids(self.hf))
+        self.encoder = encoder or Encoder()
+        self._trains_encoder = trains_encoder
+        self._forbidden = self._columns(self.encoder.forbidden)
         stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
         adapted = bool(trainer.lora.rank)
         built = (megatron.build_model(self.hf, self.config, stage, adapted=adapted) for stage in stages)
         chunks = [chunk.to(parallel.device) for chunk in built]
-        # A network that sees with the tower of another one does not train it.
-        self._trains_tower = sees and vision is None and trainer.vision.tower == "trained"
-        if self._trains_tower and chunks[0].pre_process and self.vision:
-            chunks[0].visual = self.vision.tower
+        if chunks[0].pre_process:
+            self.encoder.attach(chunks[0], trains=trains_encoder)
         half = trainer.dtype == "bfloat16"
         inner = [Float16Module(self.config, chunk) for chunk in chunks] if half else chunks
         self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
@@ -169,11 +167,10 @@ class Network:
     def packs(self, groups: Groups) -> list[Pack]:
         """Return this rank's micro-batches of these groups, adapter by adapter. A network with a single adapter
         computes all samples with it."""
-        placed = self.vision.placed if self.vision else lambda pack: pack
         return [
             replace(pack, adapter=adapter)
             for adapter, own in _by_adapter(groups, self._names)
-            for pack in packs_of_rank(own, self._trainer, self._parallel, self._costs, placed)
+            for pack in packs_of_rank(own, self._trainer, self._parallel, self._costs, self.encoder.placed)
         ]
 
     def replay_routing(self, kind: Kind) -> RoutingReplay:
@@ -291,17 +288,18 @@ class Network:
                 # zero tokens: Megatron must not divide again, because the token weights include the step's denominator
                 return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach()}
 
-            images = None
-            if self.vision and inner.pre_process:
-                images = self.vision.embedded(batch, train=self._trains_tower and not forward_only)
+            prepares = []
+            if inner.pre_process:
+                trains = self._trains_encoder and not forward_only
+                prepares.append(self.encoder.embedded(inner, batch, trains=trains))
+            if self.routing:
+                prepares.append(self.routing.before(inner, batch))
             with ExitStack() as around:
                 for block in () if forward_only else self.around_forward:
                     around.enter_context(block())
+                out = forward(model, inner, batch, prepares)
                 if self.routing:
-                    out = forward(model, inner, batch, self.routing.before(inner, batch))
                     self.routing.after(inner, batch)
-                else:
-                    out = forward(model, inner, batch, images=images)
             return out, loss_function
 
         interleaved = len(self.wrapped) > 1
@@ -319,7 +317,7 @@ class Network:
         rows, weight = self._trainer.logit_rows, head_weight(model)
         return Head(hidden, weight, self.hf["vocab_size"], rows, self._parallel, self._forbidden)
 
-    def _columns(self, ids: list[int]) -> Tensor | None:
+    def _columns(self, ids: Sequence[int]) -> Tensor | None:
         """Return this rank's columns of the logits of some tokens."""
         p, width = self._parallel, megatron.padded_vocab(self.hf["vocab_size"], self._parallel.tp) // self._parallel.tp
         mine = [one - p.tp_rank * width for one in ids if one // width == p.tp_rank]
@@ -342,21 +340,19 @@ def forward(
     wrapped: torch.nn.Module,
     model: GPTModel,
     pack: Pack,
-    route: Callable[[], None] = lambda: None,
-    images: tuple[Tensor, Tensor] | None = None,
+    prepares: Sequence[Callable[[], None]] = (),
 ) -> Tensor:
     """Return the hidden states: [1, U, H] of the rows that predict a token on the last stage, [N, 1, H] on earlier
-    stages. `wrapped` is `model` in its DDP wrapper; `route` sets the experts of the routers that replay others;
-    `images` are those of ImageEmbedding."""
+    stages. `wrapped` is `model` in its DDP wrapper; `prepares` give the model what is not in the pack, such as
+    embeddings of images."""
 
     def prepare() -> None:
         for one in model.ropes:
             one.positions = pack.own_positions if pack.rope is None else pack.rope
         if model.post_process:
             model.output_layer.rows = pack.logit_rows
-        if model.pre_process:
-            model.embedding.images = images
-        route()
+        for one in prepares:
+            one()
 
     precision = {"fp32_output": False} if model.config.bf16 else {}  # Float16Module would copy the hidden states
     with recompute.micro_batch(prepare):

@@ -4,7 +4,7 @@ resets."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,8 @@ class NetworkOptimizer:
             **_of_moments(settings.moments_dtype),
         }
         config = OptimizerConfig(**arguments)
-        self._optimizer: Any = get_megatron_optimizer(config, network.wrapped, _overrides(config, trainer))
+        overrides = _overrides(config, network.encoder.rates)
+        self._optimizer: Any = get_megatron_optimizer(config, network.wrapped, overrides)
         network.config.grad_scale_func = self._optimizer.scale_loss
         on_cpu = next(network.parameters()).device.type == "cpu"
         self._fused = on_cpu and all(_is_torchs(part.optimizer) for part in self._parts())
@@ -222,13 +223,11 @@ class NetworkOptimizer:
         )
 
 
-def _overrides(config: OptimizerConfig, trainer: TrainerConfig) -> dict[ParamKey, Any]:
+def _overrides(config: OptimizerConfig, rates: Mapping[str, float]) -> dict[ParamKey, Any]:
     """Return what Megatron's optimizer does differently for some parameters: by default no weight decay of norms and
-    biases, and a learning rate of its own for a vision tower."""
+    biases, and the peak learning rates of these patterns of names."""
     found: dict[ParamKey, Any] = get_standard_config_overrides(config)
-    if trainer.vision.lr is not None:
-        found[ParamKey(name="*visual.*")] = {"max_lr": trainer.vision.lr}
-    return found
+    return found | {ParamKey(name=pattern): {"max_lr": rate} for pattern, rate in rates.items()}
 
 
 def _of_moments(dtype: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from asyncrl.schema import Batch, Group
 from asyncrl.trainer import lora
 from asyncrl.trainer.batch_parts import BatchParts
 from asyncrl.trainer.batch_source import BatchSource
+from asyncrl.trainer.encoder import encoder_of
 from asyncrl.trainer.microbatches import Groups, TokenAccumulator
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.objective import Objective
@@ -48,7 +49,14 @@ class Policy:
         self.parallel = parallel
         self.folder = folder
         self.progress = progress
-        self.network = Network(config.trainer, folder, parallel, adapters=config.agents.adapters, progress=progress)
+        self.network = Network(
+            config.trainer,
+            folder,
+            parallel,
+            adapters=config.agents.adapters,
+            progress=progress,
+            encoder=encoder_of(config, folder, parallel),
+        )
         self.weights = self.network.weights
         self.hf = self.network.hf
         self._routing = None if algo.routing_replay == "none" else self.network.replay_routing(algo.routing_replay)
@@ -120,7 +128,7 @@ class Policy:
 
     def frozen(self) -> list[Tensor]:
         """Return the weights of the reference and of a vision tower that is not part of the network."""
-        holders = [self._reference, self.network.vision]
+        holders = [self._reference, self.network.encoder]
         return [tensor for holder in holders if holder for tensor in holder.states()]
 
     def counters(self) -> dict[str, Any]:
@@ -183,8 +191,7 @@ class Policy:
 
     def _stages_of_inputs(self) -> Iterator[Callable[[list[Group], Groups], Groups]]:
         """Yield what gives the network more than tokens, in order."""
-        if vision := self.network.vision:
-            yield vision.begin
+        yield self.network.encoder.begin
         if routing := self._routing:
             yield lambda trained, groups: routing.begin(trained, groups, first=not self._parts.begun)
 

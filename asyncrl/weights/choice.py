@@ -11,11 +11,9 @@ from asyncrl.config import Config, on_gpu
 from asyncrl.config.rules import check_adapters
 from asyncrl.errors import ConfigError
 from asyncrl.lookup import active
-from asyncrl.models.families import FAMILIES
+from asyncrl.models.families import known_families
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
-DENSE = tuple(name for name, family in FAMILIES.items() if family.serving.adapters)
-"""Architectures whose adapters the engines serve. Adapters of experts and of latent attention were not tried."""
 
 
 def choose(setting: str, engines: Sequence[str], host: str, *, gpu: bool, shared: bool = False) -> tuple[str, str]:
@@ -81,7 +79,8 @@ def _way(config: Config, hf: dict[str, Any], gpus: int) -> tuple[str, str]:
 def not_served(hf: dict[str, Any]) -> str:
     """Return why engines cannot serve adapters of this model; empty if they can."""
     architecture = hf["architectures"][0]
-    return "" if architecture in DENSE else f"engines serve adapters of {', '.join(DENSE)}, not of {architecture}"
+    served = [name for name, family in known_families().items() if family.serving.adapters]
+    return "" if architecture in served else f"engines serve adapters of {', '.join(served)}, not of {architecture}"
 
 
 def _with(config: Config, way: str) -> Config:

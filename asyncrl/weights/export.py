@@ -17,7 +17,7 @@ from torch import Tensor
 from asyncrl.config import TrainerConfig
 from asyncrl.config.lora import LoraConfig
 from asyncrl.config.roles import POLICY
-from asyncrl.models.vision import TOWERS
+from asyncrl.models.families import known_families
 from asyncrl.parallel import Parallel, from_all
 from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.folder import HFFolder, write_index, write_stream
@@ -97,7 +97,8 @@ def _kept(source: Path, *, but: set[str], described: bool = False) -> Iterator[t
     `described` ones have no values."""
     hf = json.loads((source / "config.json").read_text())
     (architecture,) = hf.get("architectures") or [""]
-    tower = TOWERS[architecture].prefix if architecture in TOWERS else None
+    family = known_families().get(architecture)
+    tower = family.tower.prefix if family and family.tower else None
     if not (tower or hf.get("num_nextn_predict_layers")):
         return
     with HFFolder(source) as given:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from asyncrl.config.roles import POLICY
 from asyncrl.errors import WeightsError
-from asyncrl.models import families
+from asyncrl.models.families import known_families
 from asyncrl.models.family import WeightRow
-from asyncrl.models.vision import TOWERS
 from asyncrl.weights.layouts import FUSED_GATE_UP, GATE_UP, LAYOUTS, LINEAR, QKV, ROW, WHOLE, TensorLayout
 
 ADAPTER = re.compile(r"(?P<linear>.+)\.(?P<module>lora(_[\w-]+)?)\.(?P<projection>\w+)\.(?P<matrix>[AB])")
@@ -104,7 +104,11 @@ def table(weights: Iterable[WeightRow]) -> Table:
     return tuple(NameRule(one.megatron, LAYOUTS[one.layout], one.hf) for one in weights)
 
 
-FAMILIES = {name: table(family.weights) for name, family in families.FAMILIES.items()}
+@cache
+def tables() -> dict[str, Table]:
+    """Return the rules of all families, by architecture."""
+    return {name: table(family.weights) for name, family in known_families().items()}
+
 
 TRANSFORMER_ENGINE: tuple[tuple[str, str], ...] = (
     (r"self_attention\.linear_qkv\.layer_norm_weight$", "input_layernorm.weight"),
@@ -146,12 +150,13 @@ class Mapping:
 
     def __init__(self, architecture: str, *, transformer_engine: bool = False, shared_heads: bool = False) -> None:
         self._transformer_engine, self._shared_heads = transformer_engine, shared_heads
-        if architecture not in FAMILIES:
-            raise WeightsError(f"{architecture}: no table of names for this architecture; known: {sorted(FAMILIES)}")
+        if architecture not in tables():
+            raise WeightsError(f"{architecture}: no table of names for this architecture; known: {sorted(tables())}")
         self.architecture = architecture
-        self._rules = {rule.megatron: rule for rule in FAMILIES[architecture]}
-        self._hf = {name: rule for rule in FAMILIES[architecture] for name in rule.hf}
-        self.tower = TOWERS[architecture].prefix if architecture in TOWERS else None
+        self._rules = {rule.megatron: rule for rule in tables()[architecture]}
+        self._hf = {name: rule for rule in tables()[architecture] for name in rule.hf}
+        tower = known_families()[architecture].tower
+        self.tower = tower and tower.prefix
 
     def find(self, megatron_name: str) -> NameRule:
         """Return the rule of a parameter, named as in the local spec, whose layer and expert numbers are global."""

@@ -105,11 +105,7 @@ EVERYWHERE: list[dict[str, Any]] = [
 HEADS = {"num_hidden_layers": 1, "num_attention_heads": 2}
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], **HEADS, "tie_word_embeddings": True}
 OF_TRANSFORMERS: dict[str, Any] = {"architectures": ["SmolLM3ForCausalLM"], **HEADS, "num_key_value_heads": 1}
-SEEING: dict[str, Any] = {
-    "architectures": ["Qwen3VLForConditionalGeneration"],
-    **HEADS,
-    "vision_config": {},
-}
+SPARSE: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], **HEADS}
 
 APART = {"algorithm", "training", "precision"}
 """Modules with limits of one section, or rules of what is resolved, whose tests break them."""
@@ -210,7 +206,7 @@ def outside(module: str, config: Config | None) -> None:
     if config is None:
         return
     if module == "_shape":
-        for hf, experts in ((LLAMA, 0), (SEEING, 3), (OF_TRANSFORMERS, 0)):
+        for hf, experts in ((LLAMA, 0), (SPARSE, 3), (OF_TRANSFORMERS, 0)):
             for enabled in (model.enabled, set):  # the second: where no extension enables any shape
                 with suppress(Recorded), mock.patch.object(model, "enabled", enabled):
                     model.require(config, model._shape(config, hf, experts))

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from asyncrl.config import Config, load
 from asyncrl.launch.main import CONF
-from asyncrl.models.families import OF_TYPE
+from asyncrl.models.families import of_type
 from asyncrl.parallel import EngineParallel
 from tests.integration.families import PUBLISHED_AS, retyped
 
@@ -84,8 +84,8 @@ OF_ONE_KIND = (
     "gpt_oss",
     "gemma3_text",
 )  # as their records make them
-MODELS |= {name: (name, dict(OF_TYPE[name].tiny)) for name in OF_ONE_KIND}
-MODELS["hy_v3"] = ("hy_v3", {**OF_TYPE["hy_v3"].tiny, "moe_intermediate_size": 64})
+MODELS |= {name: (name, dict(of_type(name).tiny)) for name in OF_ONE_KIND}
+MODELS["hy_v3"] = ("hy_v3", {**of_type("hy_v3").tiny, "moe_intermediate_size": 64})
 MODELS["glm4_moe_lite"] = ("glm4_moe_lite", {**GROUPED, **LATENT, "q_lora_rank": 32, "n_group": 1})
 MODELS["kimi-k2"] = ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": 32, "n_group": 1})
 EVERYTHING = ("qwen3_moe", EngineParallel(tp=2, ep=2, dp=2, pp=2))

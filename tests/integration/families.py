@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncrl.algo.samples import Sample
 from asyncrl.launch.main import CONF
-from asyncrl.models.families import CHOOSES, FAMILIES, OF_TYPE
+from asyncrl.models.families import choosing_biases, known_families, of_type
 from asyncrl.models.tiny import write_random_model
 from tests.integration.ranks import run_ranks
 
@@ -38,7 +38,7 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 SCALED = {key: value for key, value in YARN.items() if "mscale" not in key}
-TEXT = [family for family in FAMILIES.values() if not family.tower]
+TEXT = [family for family in known_families().values() if not family.tower]
 # transformers' model type, tied embeddings, and config fields besides those of the record
 MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     **{
@@ -59,10 +59,12 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
 }
 """Each family as its record makes it, and with each of its variants, whose embeddings are tied."""
 EXPERTS = [
-    name for name, (kind, _, _) in MODELS.items() if any("{expert}" in one.megatron for one in OF_TYPE[kind].weights)
+    name for name, (kind, _, _) in MODELS.items() if any("{expert}" in one.megatron for one in of_type(kind).weights)
 ]
 CHOOSING = [
-    name for name, (kind, _, _) in MODELS.items() if any(one.hf[0].endswith(CHOOSES) for one in OF_TYPE[kind].weights)
+    name
+    for name, (kind, _, _) in MODELS.items()
+    if any(one.hf[0].endswith(choosing_biases()) for one in of_type(kind).weights)
 ]
 """Models whose routers have a bias, which is a buffer without gradient."""
 
@@ -96,7 +98,7 @@ def factors(group: int, vocab: int) -> Tensor:
 WITHOUT_ETP = [
     name
     for name, (kind, _, _) in MODELS.items()
-    if any("local_experts" in one.megatron and one.megatron.endswith(".bias") for one in OF_TYPE[kind].weights)
+    if any("local_experts" in one.megatron and one.megatron.endswith(".bias") for one in of_type(kind).weights)
 ]
 """Models with biases of experts, which Megatron does not divide."""
 LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -126,7 +128,7 @@ def written(made: Path) -> Path:
             hidden=32,
             layers=4,
             heads=4,
-            kv_heads=4 if "kv_lora_rank" in OF_TYPE[kind].tiny else 2,
+            kv_heads=4 if "kv_lora_rank" in of_type(kind).tiny else 2,
             intermediate=48,
             tied=tied,
             seed=seed,
@@ -219,8 +221,8 @@ def check(folder: Path, layout: str, name: str) -> None:
         mine = load_file(folder / f"{layout}-{name}-{replica}.logits")["logits"]
         torch.testing.assert_close(mine, torch.cat(logits[replica::replicas]), rtol=0, atol=2e-5)
     mine = exported(folder, layout, name)
-    expected = {key: tensor for key, tensor in gradients.items() if not key.endswith(CHOOSES)}
-    assert {key for key in mine if not key.endswith(CHOOSES)} == expected.keys()
+    expected = {key: tensor for key, tensor in gradients.items() if not key.endswith(choosing_biases())}
+    assert {key for key in mine if not key.endswith(choosing_biases())} == expected.keys()
     for key, tensor in expected.items():
         if ".experts." not in key:  # some are chosen by no token of so small a batch
             assert tensor.abs().max() > 1e-3, key

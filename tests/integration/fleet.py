@@ -30,7 +30,7 @@ from asyncrl.launch.placement import Seat, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.precision import resolve
 from asyncrl.models import catalog
-from asyncrl.models.vision import flat
+from asyncrl.models.architectures import flat
 from asyncrl.network.addresses import Addresses
 from asyncrl.network.tls import Authority
 from asyncrl.schema import Completion

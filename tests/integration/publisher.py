@@ -27,7 +27,7 @@ from asyncrl.engine.adapters import no_past
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.router import RouterWorkers
 from asyncrl.engine.update import Update
-from asyncrl.models.vision import flat
+from asyncrl.models.architectures import flat
 from asyncrl.network.addresses import Addresses
 from asyncrl.parallel import Parallel
 from asyncrl.weights.adapters import PastAdapters

@@ -30,6 +30,7 @@ from torch import Tensor  # noqa: E402
 
 from asyncrl.algo.pack import Pack, pack  # noqa: E402
 from asyncrl.config import TrainerConfig  # noqa: E402
+from asyncrl.models.families import choosing_biases  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.trainer import model as megatron  # noqa: E402
 from asyncrl.trainer.network import forward, head_weight  # noqa: E402
@@ -37,7 +38,7 @@ from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.weights.export import save_hf  # noqa: E402
 from asyncrl.weights.layouts import dims_of  # noqa: E402
 from asyncrl.weights.reshard import Resharder  # noqa: E402
-from tests.integration.families import CHOOSES, factors, groups  # noqa: E402
+from tests.integration.families import factors, groups  # noqa: E402
 
 
 class Rank:
@@ -107,7 +108,7 @@ class Rank:
     def choosing_biases(self) -> dict[str, Tensor]:
         """Return the routers' biases after training, and after the cast to mixed precision."""
         self.model.bfloat16()
-        return {name: tensor.clone() for name, tensor in self.weights.hf_tensors() if name.endswith(CHOOSES)}
+        return {name: tensor.clone() for name, tensor in self.weights.hf_tensors() if name.endswith(choosing_biases())}
 
 
 def main(folder: Path, layout: str) -> None:

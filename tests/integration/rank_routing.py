@@ -29,6 +29,7 @@ from asyncrl.models.architectures import routing_shape  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.routing import unpacked  # noqa: E402
 from asyncrl.schema import Batch, Group  # noqa: E402
+from asyncrl.trainer.encoder import encoder_of  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
 from asyncrl.trainer.microbatches import packs_of_rank  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
@@ -62,17 +63,17 @@ def gradient(network: Network, packs: list[Pack], parallel: Parallel) -> tuple[T
 
 def own_routing_changes_nothing(config: Config, groups: list[Group], folder: Path, parallel: Parallel) -> Figures:
     """Record routing in small micro-batches of the whole batch, and replay it in large ones in another order."""
-    network = Network(config.trainer, folder / "model", parallel)
+    model = folder / "model"
+    network = Network(config.trainer, model, parallel, encoder=encoder_of(config, model, parallel))
     routing = network.replay_routing("R2")
     samples = build_samples(groups)
-    samples = routing.begin(groups, network.vision.begin(groups, samples) if network.vision else samples)
-    placed = (network.vision.placed,) if network.vision else ()
+    samples = routing.begin(groups, network.encoder.begin(groups, samples))
     small = with_settings(config, trainer={"micro_batch_tokens": 40}).trainer
     with torch.no_grad(), routing.of_policy(whole_batch=True):
-        packs = packs_of_rank(samples, small, parallel, costs_of(network.hf), *placed)
+        packs = packs_of_rank(samples, small, parallel, costs_of(network.hf), network.encoder.placed)
         network.score(packs, lambda head, _: head.hidden.sum())
     assert bool(routing._routes.known.all())
-    assert not network.vision or routing._routes.known.numel() > sum(len(group.prompt_ids) for group in groups)
+    assert not groups[0].images or routing._routes.known.numel() > sum(len(group.prompt_ids) for group in groups)
     packs = network.packs(samples[::-1])
     loss, gradients = gradient(network, packs, parallel)
     with routing.of_policy():

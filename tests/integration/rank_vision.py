@@ -26,11 +26,12 @@ from torch import Tensor  # noqa: E402
 from asyncrl.algo.pack import Pack  # noqa: E402
 from asyncrl.algo.samples import build_samples  # noqa: E402
 from asyncrl.checkpoints.torch_dist import write_frame  # noqa: E402
-from asyncrl.config import Config, TrainerConfig, load  # noqa: E402
+from asyncrl.config import Config, load  # noqa: E402
 from asyncrl.config.roles import POLICY  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.schema import Batch, Group  # noqa: E402
 from asyncrl.trainer import sharded  # noqa: E402
+from asyncrl.trainer.encoder import encoder_of  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
 from asyncrl.trainer.microbatches import TokenAccumulator  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
@@ -42,8 +43,7 @@ from tests.integration.vision import weights  # noqa: E402
 
 def gradients(network: Network, groups: list[Group], parallel: Parallel) -> dict[str, Tensor]:
     """Return the log-probabilities and the gradients of a pass over the groups."""
-    assert network.vision is not None
-    factors, samples = weights(groups), network.vision.begin(groups, build_samples(groups))
+    factors, samples = weights(groups), network.encoder.begin(groups, build_samples(groups))
     packs, seen = network.packs(samples), TokenAccumulator(len(factors), parallel)
 
     def visit(head: Head, one: Pack) -> Tensor:
@@ -88,17 +88,17 @@ def started(config: Config, folder: Path, saved_as: str, groups: list[Group], pa
 
 def main(folder: Path, layout: str) -> None:
     settings = json.loads((folder / f"{layout}.json").read_text())
-    trainer = TrainerConfig.model_validate(settings["trainer"])
-    parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
+    parallel = initialize(load(settings["config"]).trainer, gpu=False, seed=0, timeout=120.0)
     groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
     for name in settings["models"]:
         out: dict[str, Tensor] = {}
         for tower in settings["towers"][name]:
-            vision = trainer.vision.model_copy(update={"tower": tower})
-            network = Network(trainer.model_copy(update={"vision": vision}), folder / name, parallel)
+            config = load(settings["config"] | {"vision": {"tower": tower}})
+            encoder = encoder_of(config, folder / name, parallel)
+            network = Network(config.trainer, folder / name, parallel, encoder=encoder)
             out |= {f"{tower} {key}": tensor for key, tensor in gradients(network, groups, parallel).items()}
-        for option, config in settings["options"].get(name, {}).items():
-            out[f"started {option}"] = started(load(config), folder / name, f"saved-{option}", groups, parallel)
+        for option, values in settings["options"].get(name, {}).items():
+            out[f"started {option}"] = started(load(values), folder / name, f"saved-{option}", groups, parallel)
         if parallel.exports:
             save_file(out, folder / f"{layout}-{name}-{parallel.pp_rank}.safetensors")
 

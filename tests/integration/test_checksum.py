@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from asyncrl.engine.server import server_argv
-from asyncrl.models.families import OF_TYPE
+from asyncrl.models.families import of_type
 from asyncrl.network.ports import free_port
 from asyncrl.parallel import EngineParallel
 from asyncrl.platforms import without_gpu
@@ -37,7 +37,7 @@ REPLICATED_MODELS = ("qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_
 STAGED_MODELS = tuple(
     name
     for name, (kind, _) in MODELS.items()
-    if name not in ("llama, tied", "llama, padded") and OF_TYPE[kind].serving.stages
+    if name not in ("llama, tied", "llama, padded") and of_type(kind).serving.stages
 )
 SHAPED = [
     *((name, EngineParallel(tp=2, ep=2)) for name in ROUTED_MODELS),

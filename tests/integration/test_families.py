@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.models import tiny, tiny_vision
-from asyncrl.models.families import CHOOSES, FAMILIES, OF_TYPE
+from asyncrl.models.families import choosing_biases, known_families, of_type
 from asyncrl.models.tiny import write_random_model
 from asyncrl.weights.folder import HFFolder
 from tests.integration.families import (
@@ -77,7 +77,9 @@ def test_choosing_biases_stay_bit_for_bit(layout: str, name: str, folder: Path, 
     megatron(layout)
     found = exported(folder, layout, name)
     given = {
-        key: tensor for key, tensor in load_file(folder / name / "model.safetensors").items() if key.endswith(CHOOSES)
+        key: tensor
+        for key, tensor in load_file(folder / name / "model.safetensors").items()
+        if key.endswith(choosing_biases())
     }
     assert given
     for key, tensor in given.items():
@@ -94,10 +96,10 @@ RUN = (
 )
 
 
-@pytest.mark.parametrize("kind", [family.model_type for family in FAMILIES.values() if family.serving.on_cpu])
+@pytest.mark.parametrize("kind", [family.model_type for family in known_families().values() if family.serving.on_cpu])
 def test_two_steps_of_a_run_are_trained_published_and_answered(kind: str, tmp_path: Path) -> None:
     """With adapters where the family has them. Every publish is verified, and engines and trainer agree."""
-    family, model = OF_TYPE[kind], tmp_path / "model"
+    family, model = of_type(kind), tmp_path / "model"
     experiment = "tiny_vision" if family.tower else "tiny"
     if family.tower:
         tiny_vision.write(model, kind, spread=0.15)
@@ -117,7 +119,7 @@ def test_two_steps_of_a_run_are_trained_published_and_answered(kind: str, tmp_pa
 def write_served(model: Path, kind: str, fields: dict[str, Any] | None = None) -> None:
     """Write a model of the sizes that engines on CPUs serve."""
     ends = tuple(tiny.TOKENS.index(one) for one in (tiny.BOS, tiny.EOS, tiny.PAD))
-    padded = PADDED & OF_TYPE[kind].tiny.keys()
+    padded = PADDED & of_type(kind).tiny.keys()
     sizes: dict[str, Any] = {"vocab": 16, "hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 96}
     fields = {**({"moe_intermediate_size": 32} if padded else {}), **(fields or {})}
     more: dict[str, Any] = {"spread": 0.15, "fields": fields, "bos_eos_pad": ends, "max_positions": tiny.MAX_POSITIONS}

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from asyncrl.models.families import OF_TYPE
+from asyncrl.models.families import choosing_biases, of_type
 from asyncrl.models.tiny import write_random_model
 from tests.fakes import changed, reusing, tiny_values
-from tests.integration.families import CHOOSES, TEXT
+from tests.integration.families import TEXT
 from tests.integration.ranks import run_ranks
 from tests.integration.updates import VOCAB, drawn_samples, token_weights
 from tests.integration.variants import FULL, prepare, run, selective
@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("lora")
     sizes = {"hidden": 32, "layers": 4, "heads": 4, "intermediate": 48, "max_positions": 64, "spread": 0.15}
     for seed, (name, (kind, tied, fields)) in enumerate({**MODELS, **RECORDS}.items()):
-        kv_heads = 4 if "kv_lora_rank" in OF_TYPE[kind].tiny else 2
+        kv_heads = 4 if "kv_lora_rank" in of_type(kind).tiny else 2
         write_random_model(
             made / name,
             kind,
@@ -233,7 +233,7 @@ def test_bfloat16_base_trains_adapters_and_is_merged(name: str, folder: Path, me
         if key.startswith("after "):
             assert found[key].dtype == torch.float32
             assert (found[key] - tensor).abs().mean() < 2e-3, key  # a fifth of the step
-        elif key.startswith("merged ") and not key.endswith(CHOOSES):
+        elif key.startswith("merged ") and not key.endswith(choosing_biases()):
             assert found[key].dtype == torch.bfloat16
             torch.testing.assert_close(found[key].float(), tensor, rtol=0.01, atol=0.01)
 

@@ -31,6 +31,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     here().prepare_trainer()
     from asyncrl.trainer import policy as module
+    from asyncrl.trainer.encoder import Encoder
     from asyncrl.trainer.microbatches import Groups, packs_of_rank
     from asyncrl.trainer.policy import Policy
 
@@ -44,7 +45,7 @@ class Bigrams:
     """Network that predicts the next token from the last one, and counts its passes."""
 
     def __init__(self, trainer: Any = None, _: Path | None = None, parallel: Any = None, **__: Any) -> None:
-        self.weights, self.hf, self.vision = None, {"vocab_size": VOCAB}, None
+        self.weights, self.hf, self.encoder = None, {"vocab_size": VOCAB}, Encoder()
         self._place = trainer, parallel
         self._parallel = parallel
         self.logits = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(5)).requires_grad_()

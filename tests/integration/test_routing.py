@@ -18,13 +18,12 @@ from asyncrl.config import load
 from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.session import GenerationSession
 from asyncrl.engine.stream import GenerateEndpoint
+from asyncrl.extensions.vision import tiny as tiny_vision
 from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.main import CONF
-from asyncrl.models import tiny_vision
-from asyncrl.models.architectures import routing_shape
-from asyncrl.models.families import FAMILIES
+from asyncrl.models.architectures import flat, routing_shape
+from asyncrl.models.families import known_families
 from asyncrl.models.tiny import write_random_model
-from asyncrl.models.vision import flat
 from asyncrl.routing import RoutingShape, share_prompt
 from asyncrl.schema import Completion, Group, Trajectory, Turn
 from tests.integration.fleet import engines
@@ -179,7 +178,7 @@ SERVED: dict[str, dict[str, Any]] = {
 
 
 def test_every_family_with_reported_experts_is_asked() -> None:
-    reporting = [family for family in FAMILIES.values() if family.has(".router.weight") and not family.tower]
+    reporting = [family for family in known_families().values() if family.has(".router.weight") and not family.tower]
     told = {one.model_type for one in reporting if one.serving.reports_experts and one.serving.on_cpu}
     assert told == SERVED.keys()
 

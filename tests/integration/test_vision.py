@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.models import tiny_vision
-from asyncrl.models.families import FAMILIES
+from asyncrl.extensions.vision import tiny as tiny_vision
+from asyncrl.models.families import known_families
 from asyncrl.weights.folder import HFFolder
-from tests.fakes import changed, reusing, tiny_config, tiny_values
+from tests.fakes import reusing, tiny_config, tiny_values
 from tests.integration.ranks import run_ranks
 from tests.integration.vision import transformers_logprobs, vision_groups, weights
 from tests.weights.models import as_published
@@ -61,7 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **reusing(reset_every=1),
         "trainer.share_prompts": False,
     },
-    "tower": {"trainer.vision.tower": "trained", "trainer.vision.lr": TOWER_LR, "algo.kl.coefficient": 0.1},
+    "tower": {"vision.tower": "trained", "vision.lr": TOWER_LR, "algo.kl.coefficient": 0.1},
     "adapters": {"trainer.lora.rank": 4, "trainer.optimizer.lr": 1e-2, "algo.kl.coefficient": 0.1},
 }
 WORLD = {"single": 1, "tp2-sp-cp2": 4}
@@ -73,7 +73,9 @@ CASES = [
 
 
 def test_every_family_that_sees_is_compared_here() -> None:
-    assert {fields["arch"] for fields in MODELS.values()} == {one.model_type for one in FAMILIES.values() if one.tower}
+    assert {fields["arch"] for fields in MODELS.values()} == {
+        one.model_type for one in known_families().values() if one.tower
+    }
 
 
 def towers(layout: str, name: str) -> list[str]:
@@ -115,12 +117,12 @@ def megatron(folder: Path) -> Any:
     @cache
     def run(layout: str) -> None:
         settings, models = LAYOUTS[layout]
-        trainer = changed(tiny_values()["trainer"], settings)
+        config = tiny_values(**{f"trainer.{field}": value for field, value in settings.items()})
         options = {name: tiny_values(**one) for name, one in OPTIONS.items()}
         some = {name: options[name] for name in ("tower", "adapters")}
         of_model = {"tied": options, "deepstack": some, "experts": some}
         of_model = of_model if layout == "single" else {}
-        settings = {"trainer": trainer, "models": models, "options": of_model}
+        settings = {"config": config, "models": models, "options": of_model}
         settings["towers"] = {name: towers(layout, name) for name in models}
         (folder / f"{layout}.json").write_text(json.dumps(settings))
         run_ranks("rank_vision.py", str(folder), layout, world=WORLD.get(layout, 2))
@@ -204,7 +206,7 @@ def updated(folder: Path, layout: str) -> tuple[list[dict[str, float]], dict[str
     made.mkdir()
     (made / "model").symlink_to(folder / "untied")
     (made / "groups.msgpack").symlink_to(folder / "groups.msgpack")
-    settings = {"trainer.vision.lr": 2e-3, "trainer.optimizer.eps": 1e-3}
+    settings = {"vision.lr": 2e-3, "trainer.optimizer.eps": 1e-3}
     config = tiny_config(**OPTIONS["tower"] | settings | UPDATED[layout])
     (made / "config.json").write_text(config.model_dump_json())
     run_ranks("rank_update.py", "all", str(made), world=config.trainer.world_size)

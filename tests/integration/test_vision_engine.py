@@ -23,10 +23,12 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.stream import GenerateEndpoint
-from asyncrl.extensions.image_decoder.decoder import DecodingProcesses
-from asyncrl.images import ImageSizes, ImageTokens, Vision, data_url
-from asyncrl.models.tiny_vision import MARKS, TOKENS, write
-from asyncrl.models.vision import forbidden_ids, image_shape
+from asyncrl.extensions.vision.decoder import DecodingProcesses
+from asyncrl.extensions.vision.fitting import ImageSizes
+from asyncrl.extensions.vision.reader import ImageTokens, Vision
+from asyncrl.extensions.vision.sizes import forbidden_ids, image_shape
+from asyncrl.extensions.vision.tiny import MARKS, TOKENS, write
+from asyncrl.images import data_url
 from asyncrl.schema import Completion
 from tests.fakes import client_of
 from tests.integration import adapters, publisher
@@ -44,7 +46,7 @@ CLOSE = 2e-5
 image or adapter differ by more than 1e-3."""
 SETTINGS = (
     *("model=tiny_vision", "engine.max_total_tokens=4096", "engine.max_running_requests=64"),
-    *("trainer.vision.tower=trained", *adapters.SETTINGS, "+agents.roles.checker.adapter=second"),
+    *("vision.tower=trained", *adapters.SETTINGS, "+agents.roles.checker.adapter=second"),
     "+agents.roles.writer.adapter=policy",
 )
 """Engines cache no images, and serve two adapters. (A run trains either a tower or adapters.)"""
@@ -78,7 +80,7 @@ def played(fleet: Engines, play: Play, **changes: Any) -> Any:
         "stop_token_ids": [],
         "retry_timeout": 60.0,
         "coalesce": True,
-        "vision": Vision(
+        "images": Vision(
             ImageTokens(START, PLACEHOLDER, END, forbidden(hf), shape, most=4),
             DecodingProcesses(ImageSizes(shape.side, 784, 16 * 784), 1 << 20),
             most_tokens=16,
@@ -226,7 +228,7 @@ def test_the_engine_survives_what_the_client_refuses(fleet: Engines) -> None:
         "4 placeholders (token": ([START, *[PLACEHOLDER] * 4, END, *ASK], [image]),
         "1 placeholders (token": ([*IMAGE, *ASK], []),
         "for 2 images": ([*IMAGE, *ASK], [image, image]),
-        "rollout.images.max_images=4": (IMAGE * 5, [image] * 5),
+        "vision.max_images=4": (IMAGE * 5, [image] * 5),
     }
 
     async def play(client: GenerationClient) -> None:

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.extensions.recording.reader import Recording
 from asyncrl.extensions.view.inspection.cli import main
-from asyncrl.images import png_size
+from asyncrl.extensions.vision.sizes import png_size
 from tests.integration.books import tensors, trained, weights
 from tests.integration.running import (
     DETERMINISTIC,

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from asyncrl.extensions.vision.tiny import TOKENS
 from asyncrl.images import image_name
-from asyncrl.models.tiny_vision import TOKENS
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 
 ID = {token: number for number, token in enumerate(TOKENS)}

@@ -58,8 +58,8 @@ def test_short_help_shows_what_people_set_first() -> None:
     assert shown == {*help.FIRST} & {*help.field_names()}, "all but those of an extension that was deleted"
     assert len(help.FIRST) == 30
     assert "more fields: asyncrl-train --help all" in text
-    section = help.render(CONF, "rollout.images")
-    assert set(re.findall(r"\n  ([\w.]+)  \(", section)) == {n for n in help.field_names() if ".images." in n}
+    section = help.render(CONF, "trainer.recompute")
+    assert set(re.findall(r"\n  ([\w.]+)  \(", section)) == {n for n in help.field_names() if ".recompute." in n}
 
 
 def test_help_about_a_word_shows_its_fields_or_none() -> None:

@@ -12,11 +12,10 @@ import pytest
 from transformers import AutoConfig
 
 from asyncrl.errors import ConfigError
-from asyncrl.models.architectures import check_architecture, megatron_arguments
-from asyncrl.models.families import FAMILIES
+from asyncrl.models.architectures import check_architecture, flat, megatron_arguments
+from asyncrl.models.families import known_families
 from asyncrl.models.parts import rotary
 from asyncrl.models.tiny import write_random_model
-from asyncrl.models.vision import flat
 from tests.models.page import cells
 from tests.models.published import (
     DEEPSEEK_V3,
@@ -108,7 +107,7 @@ def test_gemma_3_rotates_by_kinds_of_layers_in_either_spelling(scaling: dict[str
     """transformers 5 makes the new one of the old one."""
     old = {**GEMMA_3, "rope_scaling": scaling}
     new = AutoConfig.for_model("gemma3_text", **old).to_dict()
-    local = FAMILIES["Gemma3ForCausalLM"].local_theta
+    local = known_families()["Gemma3ForCausalLM"].local_theta
     for hf in (old, {**new, "architectures": old["architectures"]}):
         check_architecture(hf)
         expected = {"rope_theta": 1e6, "rope_type": "default", **(scaling or {})}
@@ -161,13 +160,13 @@ def test_new_and_old_spelling_of_rotary_embeddings_say_the_same() -> None:
     assert rotary(flat({"architectures": ["Glm4MoeForCausalLM"]}))["partial_rotary_factor"] == 0.5
 
 
-@pytest.mark.parametrize("kind", [family.model_type for family in FAMILIES.values() if not family.tower])
+@pytest.mark.parametrize("kind", [family.model_type for family in known_families().values() if not family.tower])
 def test_what_transformers_writes_for_a_family_is_accepted(kind: str, tmp_path: Path) -> None:
     sizes = {"vocab": 9, "hidden": 16, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate": 8}
     write_random_model(tmp_path / "model", kind, **sizes, tied=False, seed=0, dtype="bfloat16")
     hf = json.loads((tmp_path / "model" / "config.json").read_text())
     check_architecture(hf)
-    assert FAMILIES[hf["architectures"][0]].model_type == kind
+    assert known_families()[hf["architectures"][0]].model_type == kind
 
 
 @pytest.mark.parametrize(
@@ -221,7 +220,7 @@ def test_yarn_without_a_factor_on_sines_and_cosines_is_accepted() -> None:
     check_architecture({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}})
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.serving.reports_experts])
+@pytest.mark.parametrize("name", [name for name, family in known_families().items() if family.serving.reports_experts])
 def test_engines_report_experts_where_layers_are_numbered(name: str) -> None:
     """Without a number, what a layer chose has no place in a report."""
     (sglang,) = find_spec("sglang").submodule_search_locations or ()
@@ -236,4 +235,4 @@ def test_page_of_models_has_a_row_per_record() -> None:
     rows = [line[2:-2].split(" | ") for line in lines if line.startswith("| `") and line.count(" | ") == 7]
     found = {name.strip("`"): said for name, _, *said in rows}
     del found["architectures"]
-    assert found == {name: cells(family) for name, family in FAMILIES.items()}
+    assert found == {name: cells(family) for name, family in known_families().items()}

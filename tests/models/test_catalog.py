@@ -12,7 +12,7 @@ import pytest
 from asyncrl.errors import ConfigError, ProcessDied
 from asyncrl.models import catalog, smollm2, tiny
 from asyncrl.models.catalog import Builtin, resolve
-from asyncrl.models.families import CHOOSES
+from asyncrl.models.families import choosing_biases
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_same_seed_gives_same_bytes_and_another_seed_does_not(arch: str, tied: b
         assert file.get_slice("model.layers.0.self_attn.k_proj.weight").get_shape() == [32, 64]
         dtypes = {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
     for name, dtype in dtypes.items():  # publishers leave what chooses experts in float32
-        assert dtype == (torch.float32 if name.endswith(CHOOSES) else torch.bfloat16), name
+        assert dtype == (torch.float32 if name.endswith(choosing_biases()) else torch.bfloat16), name
 
 
 # --- the cache ----------------------------------------------------------------------------------------------

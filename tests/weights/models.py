@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from asyncrl.models.families import CHOOSES, FAMILIES, OF_TYPE
+from asyncrl.models.families import choosing_biases, known_families, of_type
 from asyncrl.models.tiny import write_random_model
 from asyncrl.weights import names
 from asyncrl.weights.checksum import CudaHash
@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
 }
 MODELS |= {
     family.model_type: (family.model_type, number % 2 == 1, {})
-    for number, family in enumerate(FAMILIES.values())
+    for number, family in enumerate(known_families().values())
     if not family.tower and family.model_type not in {kind for kind, *_ in MODELS.values()}
 }
 
@@ -56,7 +56,7 @@ def model(architecture: str, seed: int = 0, kv_heads: int = 2) -> dict[str, Tens
     """All HF tensors that a trainer sends of a model of one layer, in its order."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
-    for rule, weight in zip(names.FAMILIES[architecture], FAMILIES[architecture].weights, strict=True):
+    for rule, weight in zip(names.tables()[architecture], known_families()[architecture].weights, strict=True):
         if weight.engine is None:
             continue  # trainers do not load these layers, or engines have none
         if weight.needs.startswith("not "):
@@ -107,13 +107,13 @@ def shape(leaf: str, kv_heads: int = 2, inner: int = 128) -> tuple[int, ...]:
     if kind in stacks:
         return stacks[kind]
     found = sizes.get(leaf.split(".")[-2], (HIDDEN,))
-    return (EXPERTS,) if kind in CHOOSES else found[:1] if kind == "bias" else found
+    return (EXPERTS,) if kind in choosing_biases() else found[:1] if kind == "bias" else found
 
 
 def as_published(folder: Path, kind: str) -> None:
     """Transpose stacked experts of a vision model that transformers wrote. Publishers' are transposed, and so SGLang
     reads them; transformers reads both."""
-    stacks = {rule.hf[0] for rule in names.FAMILIES[OF_TYPE[kind].architecture] if rule.stacked}
+    stacks = {rule.hf[0] for rule in names.tables()[of_type(kind).architecture] if rule.stacked}
     file = folder / "model.safetensors"
     tensors = load_file(file)
     for name in tensors:

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from asyncrl.errors import ConfigError, WeightsError
-from asyncrl.models.families import FAMILIES
+from asyncrl.models.families import known_families
 from asyncrl.parallel import EngineParallel
 from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.engine_layout import table
 from tests.weights.models import EXPERTS, HEAD_DIM, HEADS, HIDDEN, VOCAB, config, digest, model, shape
 
-ARCHITECTURES = sorted(FAMILIES)
+ARCHITECTURES = sorted(known_families())
 
 
 def results(tensors: dict[str, Tensor], hf: dict[str, Any], tp: int, device: Any = "cpu") -> list[dict[str, str]]:
@@ -277,7 +277,7 @@ ON_THE_FIRST_RANK = ("experts.down_proj_bias",)
 
 
 def engine_name(name: str, architecture: str) -> str:
-    if not FAMILIES[architecture].serving.fuses:
+    if not known_families()[architecture].serving.fuses:
         return name
     words = name.replace("model.language_model.", "model.").replace(".router.gate.", ".gate.").split(".")
     if words[-2] == "experts":
@@ -321,12 +321,12 @@ def test_the_order_of_tensors_does_not_matter(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_sent_tensor_has_a_place_and_every_rule_is_used(architecture: str) -> None:
-    sent, rules = model(architecture), table(FAMILIES[architecture], config(architecture))
+    sent, rules = model(architecture), table(known_families()[architecture], config(architecture))
     # as transformers names them, of a tower of one block
     tower = [name for rule in rules for name, _ in rule.parts if name.startswith("visual.")]
     sent |= {name.format(block=0): torch.ones(1) for name in tower}
     found = set(results(sent, config(architecture), 1)[0])
-    latent = "kv_lora_rank" in FAMILIES[architecture].tiny  # its queries may come through a low rank, or not
+    latent = "kv_lora_rank" in known_families()[architecture].tiny  # its queries may come through a low rank, or not
     unsent = {"model.layers.0.self_attn.q_proj.weight"} if latent else set()
     assert {rule.engine.format(layer=0, block=0) for rule in rules} - found == unsent
 

@@ -13,9 +13,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from asyncrl.errors import WeightsError
-from asyncrl.models import families, parts, tiny_vision
+from asyncrl.models import families, parts
 from asyncrl.models.tiny import write_random_model
-from asyncrl.models.vision import TOWERS
 from asyncrl.weights import layouts
 from asyncrl.weights.layouts import (
     COLUMN,
@@ -34,7 +33,7 @@ from asyncrl.weights.layouts import (
     TensorLayout,
     dims_of,
 )
-from asyncrl.weights.names import FAMILIES, Mapping, local_name, table, unit_of
+from asyncrl.weights.names import Mapping, local_name, table, tables, unit_of
 
 HIDDEN = 8
 ONE = Dims(heads=1, kv_heads=1, head_dim=1, vocab=5, tied=False)
@@ -82,11 +81,11 @@ def test_what_an_engine_fuses_from_one_call_is_one_unit() -> None:
     assert unit_of("model.layers.3.self_attn.q_proj.weight") == "model.layers.3.self_attn.q_proj.weight"
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", tables())
 def test_every_linear_layer_has_adapters_per_projection(architecture: str) -> None:
     """Those of experts, also shared ones, are named after transformers' modules, whatever the files call them."""
     mapping = Mapping(architecture)
-    for rule in FAMILIES[architecture]:
+    for rule in tables()[architecture]:
         if not rule.linear:
             continue
         linear = rule.megatron.removesuffix(".weight").format(layer=3, expert=5)
@@ -101,7 +100,7 @@ def test_every_linear_layer_has_adapters_per_projection(architecture: str) -> No
         if rule.routed:
             stack = "gate_up_proj" if ".linear_fc1." in rule.megatron else "down_proj"
             modules = [f"model.layers.3.mlp.experts.{stack}"]
-        if architecture in TOWERS:
+        if mapping.tower:
             modules = [f"model.language_model.layers.{module.partition('layers.')[2]}" for module in modules]
         assert names == [f"{module}.lora_{matrix}.weight" for module in modules for matrix in "AB"]
         assert all(mapping.adapts(module.replace("layers.3.", "layers.{layer}.")) for module in modules)
@@ -257,14 +256,16 @@ def test_unknown_architecture_is_named_with_the_known_ones() -> None:
         Mapping("GPT2LMHeadModel")
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", tables())
 def test_tables_name_each_tensor_of_transformers_once(architecture: str, tmp_path: Path) -> None:
-    family = families.FAMILIES[architecture]
+    family = families.known_families()[architecture]
     kind, written = family.model_type, set[str]()
     for number, fields in enumerate(({}, *family.variants)):
         sizes = {"vocab": 9, "hidden": 16, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate": 8}
         folder = tmp_path / str(number)
-        if architecture in TOWERS:
+        if family.tower:
+            from asyncrl.extensions.vision import tiny as tiny_vision
+
             tiny_vision.write(folder, kind, **fields)
         else:
             write_random_model(folder, kind, **sizes, tied=False, seed=0, dtype="float32", fields=dict(fields))
@@ -275,10 +276,10 @@ def test_tables_name_each_tensor_of_transformers_once(architecture: str, tmp_pat
     generic = {
         re.sub(r"experts\.\d+", "experts.{expert}", re.sub(r"layers\.\d+", "layers.{layer}", n)) for n in written
     }
-    named = [name for rule in FAMILIES[architecture] if rule not in table(parts.MTP) for name in rule.hf]
-    prefix = TOWERS[architecture].prefix if architecture in TOWERS else "no tower"
+    named = [name for rule in tables()[architecture] if rule not in table(parts.MTP) for name in rule.hf]
+    prefix = family.tower.prefix if family.tower else "no tower"
     assert sorted(named) == sorted(name for name in generic if not name.startswith(prefix))
     mapping = Mapping(architecture)
     assert all(mapping.knows(name) for name in written)
-    assert mapping.knows("model.layers.1.enorm.weight") == (table(parts.MTP)[0] in FAMILIES[architecture])
+    assert mapping.knows("model.layers.1.enorm.weight") == (table(parts.MTP)[0] in tables()[architecture])
     assert mapping.knows("visual.patch_embed.proj.weight") == (prefix == "visual.")

@@ -25,7 +25,7 @@ from asyncrl.extensions.convert.checkpoint import CheckpointReader, CheckpointWr
 from asyncrl.extensions.convert.folders import building, copy_companions, read_config
 from asyncrl.extensions.convert.parameters import Structure
 from asyncrl.models import catalog
-from asyncrl.models.families import CHOOSES
+from asyncrl.models.families import choosing_biases
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.layouts import dims_of, of_expert, stack_experts
 from asyncrl.weights.names import ADAPTER, adapter_of
@@ -75,7 +75,7 @@ def merge(base: Path, adapter: Path, out: Path, *, limit: int, dtype: torch.dtyp
         def stream(*, values: bool) -> Iterator[tuple[str, Tensor]]:
             for name in names:
                 weight = weights.read(name) if values else weights.described(name)
-                kept = weight.dtype if dtype is None or name.endswith(CHOOSES) else dtype  # as in to-hf
+                kept = weight.dtype if dtype is None or name.endswith(choosing_biases()) else dtype  # as in to-hf
                 if values and _module_of_weight(adapters, name):
                     weight = weight.float() + _delta(adapters, name, weight.shape)
                 yield name, weight.to(kept)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError, WeightsError
-from asyncrl.models.vision import flat
+from asyncrl.models.architectures import flat
 from asyncrl.weights.export import WEIGHTS
 
 MARKS = ("config.json", "metadata.json", "adapter_config.json")  # every converted folder has one of them

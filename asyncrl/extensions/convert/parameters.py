@@ -15,8 +15,7 @@ from asyncrl.config.roles import POLICY
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.models import families, parts
 from asyncrl.models.architectures import megatron_arguments
-from asyncrl.models.vision import TOWERS
-from asyncrl.weights.names import FAMILIES, NameRule, Table, module_of
+from asyncrl.weights.names import NameRule, Table, module_of, tables
 
 Arguments = dict[str, Any]
 
@@ -54,16 +53,17 @@ class Structure:
     def __init__(self, hf: dict[str, Any], *, drafts: bool = True) -> None:
         """`drafts` says whether its layers of multi-token prediction belong to it."""
         architecture = (hf.get("architectures") or ["none named"])[0]
-        if architecture not in FAMILIES:
-            known = ", ".join(sorted(FAMILIES))
+        if architecture not in tables():
+            known = ", ".join(sorted(tables()))
             raise WeightsError(f"architecture {architecture} cannot be converted; known: {known}")
-        if architecture in TOWERS:
+        family = families.known_families()[architecture]
+        if family.tower:
             raise WeightsError(
                 f"{architecture} cannot be converted: checkpoints do not hold a frozen vision tower. Let a run write "
                 "the HF folder (trainer.save_hf_every), or merge its PEFT folder"
             )
-        self._table: Table = FAMILIES[architecture]
-        self._weights = {one.megatron: one for one in families.FAMILIES[architecture].weights}
+        self._table: Table = tables()[architecture]
+        self._weights = {one.megatron: one for one in family.weights}
         try:
             self._arguments = megatron_arguments(hf)
             self._layers: int = hf["num_hidden_layers"]

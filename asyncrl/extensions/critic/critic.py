@@ -48,7 +48,8 @@ class Critic(TrainerHooks):
             changed=self._add_head,
             progress=lambda part: policy.progress(f"the critic's {part}"),
             meter=policy.network.meter,
-            vision=policy.network.vision,
+            encoder=policy.network.encoder,
+            trains_encoder=False,
         )
         optimizer = config.trainer.optimizer.model_copy(update={"lr": settings.lr})
         trainer = config.trainer.model_copy(update={"optimizer": optimizer})

@@ -36,9 +36,9 @@ class CriticLaunch(extension.LaunchHooks):
 
     def check_model(self, config: Config, model: dict[str, Any], gpus: int) -> Iterator[ConfigError]:
         """Refuse a critic that would read images with another vision tower than its own."""
-        from asyncrl.models.vision import image_shape
+        from asyncrl.models.families import family_of
 
-        if self._settings.path and image_shape(model) is not None:
+        if self._settings.path and family_of(model).tower:
             remedy = "The critic sees with the policy's vision tower: unset it, or choose a text model."
             yield ConfigError("critic.path", self._settings.path, remedy)
 

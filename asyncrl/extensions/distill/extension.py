@@ -66,10 +66,10 @@ class DistillHooks(extension.LaunchHooks):
 
     def check_model(self, config: Config, model: dict[str, Any], gpus: int) -> Iterator[ConfigError]:
         """Refuse a teacher of a model that sees, under whose distribution there are image tokens."""
-        from asyncrl.models.vision import image_shape
+        from asyncrl.models.families import family_of
 
         teacher = teacher_of(config)
-        if teacher.model and image_shape(model) is not None:
+        if teacher.model and family_of(model).tower:
             remedy = "Teachers score text only: unset it, or choose a text model."
             yield ConfigError("teacher.model", teacher.model, remedy)
 

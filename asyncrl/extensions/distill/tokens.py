@@ -11,7 +11,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.extensions.distill.extension import teacher_of
 from asyncrl.launch.checks.model_files import check_same_tokens
 from asyncrl.launch.prepare import Preparation
-from asyncrl.models.vision import flat
+from asyncrl.models.architectures import flat
 
 FIELD = "teacher.model"
 

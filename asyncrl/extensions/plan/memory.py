@@ -24,7 +24,7 @@ from asyncrl.extensions.plan.shapes import (
     of_stage,
     parameters,
 )
-from asyncrl.extensions.plan.tensors import BYTES, TOWERS, Weight
+from asyncrl.extensions.plan.tensors import BYTES, Weight, tower_prefixes
 
 MASTER, GRADIENT = FLOAT, FLOAT
 """Bytes per parameter."""
@@ -106,7 +106,7 @@ def _networks(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, t
 
 def _published(weights: Sequence[Weight], shape: Shape, training: Training) -> Sequence[Weight]:
     """Return the weights with a vision tower that is trained, as one tensor."""
-    return [*weights, Weight(TOWERS[0], (shape.tower,), replicated=True)] if training.tower else weights
+    return [*weights, Weight(tower_prefixes()[0], (shape.tower,), replicated=True)] if training.tower else weights
 
 
 def _base(network: _Network, layout: ParallelLayout, training: Training, stage: int) -> int:

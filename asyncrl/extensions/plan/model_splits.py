@@ -28,7 +28,7 @@ from asyncrl.extensions.plan.shapes import ParallelLayout, Shape, counted, shape
 from asyncrl.extensions.plan.sizing import FleetSpec, Hardware
 from asyncrl.extensions.plan.tensors import Weight, tensors
 from asyncrl.models import catalog
-from asyncrl.models.vision import flat
+from asyncrl.models.architectures import flat
 
 if TYPE_CHECKING:
     from asyncrl.extensions.plan.inputs import PlanInput

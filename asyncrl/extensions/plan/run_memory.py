@@ -17,7 +17,7 @@ from asyncrl.extensions.plan.search import GpuSplit
 from asyncrl.extensions.plan.settings import layout_of, served_adapters, told_of_memory, training_of
 from asyncrl.extensions.plan.shapes import Shape, counted, shape_of
 from asyncrl.extensions.plan.tensors import Weight, tensors
-from asyncrl.models.vision import flat
+from asyncrl.models.architectures import flat
 
 PEAK = "memory/peak"
 

@@ -58,7 +58,7 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         offload=gpu and trainer.optimizer.offload,
         layers_held=told_of_memory(config).get("layers_held", math.inf) if gpu else math.inf,
         fp8=trainer.fp8 is not None,
-        tower=trainer.vision.tower == "trained",
+        tower=bool(told_of_memory(config).get("tower_trained")),
         adapters=adapters,
         versions=config.serves_adapters,
     )

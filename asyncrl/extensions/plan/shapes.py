@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from asyncrl.extensions.plan.tensors import TOWERS, Tensor, Weight
+from asyncrl.extensions.plan.tensors import Tensor, Weight, tower_prefixes
 from asyncrl.models.architectures import megatron_arguments
-from asyncrl.models.families import CHOOSES, family_of
+from asyncrl.models.families import choosing_biases, family_of
 from asyncrl.models.family import Arguments
 from asyncrl.models.parts import rotary
-from asyncrl.models.vision import deepstack
 from asyncrl.parallel import PipelineSplit
 
 FLOAT = 4
@@ -154,9 +153,9 @@ def counted(tensors: Iterable[Tensor | Weight], shape: Shape) -> list[Weight]:
         one
         for one in (Weight(*tensor) for tensor in tensors)
         if (one.layer is None or one.layer < shape.layers)
-        and not one.name.endswith(("rotary_emb.inv_freq", *CHOOSES))
+        and not one.name.endswith(("rotary_emb.inv_freq", *choosing_biases()))
         and not (shape.tied and one.name == "lm_head.weight")
-        and not one.name.startswith(TOWERS)
+        and not one.name.startswith(tower_prefixes())
     ]
 
 
@@ -189,7 +188,7 @@ def of_stage(weights: Iterable[Weight], shape: Shape, layout: ParallelLayout, st
     for one in weights:
         if one.layer is not None:
             here = one.layer in layers
-        elif one.name.startswith(TOWERS):
+        elif one.name.startswith(tower_prefixes()):
             here = first
         elif "embed_tokens" in one.name:
             here = first or (last and shape.tied)
@@ -217,16 +216,5 @@ def active(weights: Sequence[Weight], shape: Shape, *, embedding: bool = True) -
 
 def tower_parameters(hf: dict[str, Any]) -> int:
     """Return the number of parameters of the vision tower; 0 for a text model."""
-    if "vision_config" not in hf:
-        return 0
-    vision, levels = hf["vision_config"], deepstack(hf)
-    wide, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
-    merged = wide * vision.get("spatial_merge_size", 2) ** 2
-    pixels = vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * vision.get("patch_size", 14) ** 2
-    attention, merger = 4 * (wide + 1) * wide, (merged + 1) * (merged + out)
-    if "num_position_embeddings" not in vision:  # Qwen2.5-VL: gated MLPs, and norms without biases
-        mlp = 2 * (wide + 1) * inner + (inner + 1) * wide
-        return int(pixels * wide + vision["depth"] * (attention + mlp + 2 * wide) + wide + merger)
-    mlp, places = (wide + 1) * inner + (inner + 1) * wide, vision["num_position_embeddings"] * wide
-    mergers = 2 * wide + merger + levels * (2 * merged + merger)
-    return int((pixels + 1) * wide + places + vision["depth"] * (attention + mlp + 4 * wide) + mergers)
+    tower = family_of(hf).tower
+    return tower.parameters(hf) if tower else 0

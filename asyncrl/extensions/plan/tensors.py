@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from asyncrl.models import vision
 from asyncrl.models.architectures import megatron_arguments
-from asyncrl.models.families import CHOOSES, family_of
+from asyncrl.models.families import choosing_biases, family_of, known_families
 from asyncrl.models.family import HF, Layout, WeightRow
 
 Tensor = tuple[str, tuple[int, ...]]
@@ -25,12 +24,15 @@ WHOLE = (
     "router.bias",
     "o_proj.bias",
     "down_proj_bias",
-    *CHOOSES,
 )
-"""Name suffixes of tensors that every tensor-parallel rank holds entirely: norms, routers, and biases of output
-features that ranks add up."""
-TOWERS = tuple(tower.prefix for tower in vision.TOWERS.values())
-"""Beginnings of the names of a vision tower's tensors."""
+"""Name suffixes of tensors that every tensor-parallel rank holds entirely, besides biases that choose experts: norms,
+routers, and biases of output features that ranks add up."""
+
+
+@cache
+def tower_prefixes() -> tuple[str, ...]:
+    """Return the beginnings of the names of a vision tower's tensors."""
+    return tuple(family.tower.prefix for family in known_families().values() if family.tower)
 
 
 @cache
@@ -64,7 +66,7 @@ class Weight(NamedTuple):
     @property
     def whole(self) -> bool:
         """Return whether tensor-parallel ranks hold it entirely instead of sharding it."""
-        return self.replicated or self.name.endswith(WHOLE)
+        return self.replicated or self.name.endswith((*WHOLE, *choosing_biases()))
 
 
 def tensors(hf: HF) -> Iterator[Tensor]:
@@ -114,7 +116,7 @@ def _shape(name: str, hf: HF) -> tuple[int, ...]:
         "down_proj": (experts, inner, hidden),
         "down_proj_bias": (experts, hidden),
         "sinks": (heads,),
-        **dict.fromkeys(CHOOSES, (experts,)),
+        **dict.fromkeys(choosing_biases(), (experts,)),
     }
     if kind in stacks:
         return stacks[kind]

@@ -32,7 +32,7 @@ from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.extensions.proxy import programs
 from asyncrl.extensions.proxy.server import Proxy
 from asyncrl.extensions.proxy.session import ProxySession
-from asyncrl.images.parts import with_data_urls
+from asyncrl.images import data_url, without_images
 from asyncrl.schema import Generate, Prompt, Trajectory
 from asyncrl.user_code import check_arguments, load
 
@@ -158,7 +158,19 @@ class Command(ThroughTheProxy):
 
 def _question(prompt: Prompt) -> dict[str, Any]:
     """Return the question with its images as data URLs, which programs can send to the proxy."""
-    return {**prompt.question, "messages": with_data_urls(prompt.question["messages"], prompt.images)}
+    urls = map(data_url, prompt.images)
+
+    def shown(part: Any) -> Any:
+        image = part == {"type": "image"}
+        return {"type": "image_url", "image_url": {"url": next(urls)}} if image else part
+
+    messages = [
+        {**message, "content": [shown(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list | tuple)
+        else message
+        for message in without_images(prompt.question["messages"])
+    ]
+    return {**prompt.question, "messages": messages}
 
 
 def _reward(stdout: bytes) -> float:

@@ -16,8 +16,7 @@ import msgspec
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.extensions.tools.calls import ToolCall, nested_too_deep
-from asyncrl.images import ImageRefused
-from asyncrl.images.parts import images_in
+from asyncrl.images import ImageRefused, images_in
 from asyncrl.schema import Message
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})

@@ -31,8 +31,7 @@ from asyncrl.extensions.proxy.fields import Body, RequestOptions, Route, read
 from asyncrl.extensions.proxy.histories import ChatHistories, TextHistories
 from asyncrl.extensions.proxy.messages import ApiError, bad_field
 from asyncrl.extensions.proxy.rewards import Rewards
-from asyncrl.images import ImageRefused, image_name
-from asyncrl.images.parts import images_in
+from asyncrl.images import ImageRefused, image_name, images_in
 from asyncrl.schema import Completion, Exchange, Generate, Message, Template, Trajectory
 
 

@@ -29,7 +29,7 @@ def look(config: Config, model: Path) -> Iterator[Told]:
         played = tasks.build_all(config)
         parts = ModelParts.load(config, model)
         length = parts.hf["max_position_embeddings"]
-        prompts = Prompts(config, played, parts.template, length, left_out.append, parts.vision)
+        prompts = Prompts(config, played, parts.template, length, left_out.append, parts.images)
         first = {name: next(prompts.training[name]) for name in config.mixture}
     except ConfigError as error:
         yield "error", error.field, str(error.value), error.remedy

@@ -38,11 +38,11 @@ class ShapedEngines(EngineHooks):
 
 
 def _replicas(config: Config, model: dict[str, Any]) -> Shaped:
-    from asyncrl.models.families import FAMILIES
+    from asyncrl.models.families import known_families
 
     if config.engine.data_parallel == 1:
         return
-    replicated = tuple(name for name, family in FAMILIES.items() if family.serving.replicates)
+    replicated = tuple(name for name, family in known_families().items() if family.serving.replicates)
     why = f"SGLang replicates the attention of {replicated} alone: set 1."  # others divide their heads over all ranks
     yield REPLICAS, model["architectures"][0] not in replicated, why
     yield REPLICAS, config.serves_adapters, "Adapters in engines were tried with one replica alone: set 1."
@@ -52,14 +52,13 @@ def _replicas(config: Config, model: dict[str, Any]) -> Shaped:
 
 def _stages(config: Config, model: dict[str, Any]) -> Shaped:
     from asyncrl.models.families import family_of
-    from asyncrl.models.vision import image_shape
 
     stages = config.engine.pipeline_parallel
     if stages == 1:
         return
     family, layers, serving = model["architectures"][0], model["num_hidden_layers"], family_of(model).serving
     yield STAGES, not serving.stages, f"SGLang has no stages of {family}: set 1."
-    sees = image_shape(model) is not None
+    sees = family_of(model).tower is not None
     yield STAGES, sees, "SGLang's stages of models with images were not tried: set 1."
     yield STAGES, config.serves_adapters, "Adapters in engines were tried with one stage alone: set 1."
     tied = model.get("tie_word_embeddings", False) and not serving.tied_stages

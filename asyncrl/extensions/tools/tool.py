@@ -15,7 +15,7 @@ from asyncrl.schema import Message
 Schema = dict[str, Any]
 """JSON schema (draft 2020-12) of a tool call's arguments: {"type": "object", "properties": ...}."""
 ToolOutput = str | list[Message]
-"""What a call returns: a text, or the parts of a message, of type text or image (asyncrl/images/parts.py)."""
+"""What a call returns: a text, or the parts of a message, of type text or image (asyncrl/images.py)."""
 OnFault = Literal["episode", "model"]
 
 

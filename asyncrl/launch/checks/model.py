@@ -11,7 +11,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.lookup import active, enabled
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
 from asyncrl.models.families import family_of
-from asyncrl.models.vision import deepstack, image_shape
 from asyncrl.settings import Rule, require
 from asyncrl.weights.choice import not_served
 from asyncrl.weights.peft_config import check_start
@@ -35,7 +34,6 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
         _biases(config.trainer, family, experts, gpus),
         _dispatcher(config.trainer, experts),
         _routing(config, hf),
-        _vision(config, hf),
     ):
         require(config, rules)
     for one in active(config).values():
@@ -212,29 +210,3 @@ def _routing(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
     unreported = replay == "R3" and not family_of(hf).serving.reports_experts
     name = hf["architectures"][0].removesuffix("ForCausalLM")
     yield field, unreported, f"SGLang's {name} does not report its experts: set R2 or none."
-
-
-def _vision(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
-    """Yield the rules of a model that sees. It cannot be trained with what reads images with another vision tower than
-    the policy's, or under another distribution than the one without image tokens."""
-    if image_shape(hf) is None:
-        return
-    trainer = config.trainer
-    why = "The reference sees with the policy's vision tower: unset it, or choose a text model."
-    yield "algo.kl.reference_path", bool(config.algo.kl.reference_path), why
-    why = "Engines report the experts of each token of an image, and answers count an image once: set R2 or none."
-    yield "algo.routing_replay", config.algo.routing_replay, config.algo.routing_replay == "R3", why
-    levels, first = deepstack(hf), trainer.split.chunk_layers(hf["num_hidden_layers"])[0][0]
-    field = "virtual_pipeline" if trainer.virtual_pipeline > 1 else "pipeline_parallel"
-    why = f"The first {levels} layers add features of images, and must be on the first stage: set fewer stages."
-    yield f"trainer.{field}", levels > len(first), why
-    if trainer.vision.tower == "frozen":
-        return
-    why = "Adapters are trained on frozen weights: set frozen."
-    yield "trainer.vision.tower", trainer.lora.rank is not None, why
-    repeats = bool(levels) and trainer.recompute.granularity == "full"
-    why = "Recomputed layers would repeat the backward pass of the vision tower whose features they add: set none."
-    yield "trainer.recompute.granularity", repeats, why
-    unknown = bool(levels) or config.engine.tensor_parallel > 1
-    why = "How engines of this model or layout lay out a trained vision tower is not known: set it to false."
-    yield "weights.verify", config.weights.verify and unknown, why

@@ -18,8 +18,8 @@ from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.errors import AsyncRLError, WeightsError
 from asyncrl.extensions.convert.adapters import PeftFolder
 from asyncrl.extensions.convert.cli import main
-from asyncrl.models import tiny_vision
-from asyncrl.models.families import OF_TYPE
+from asyncrl.extensions.vision import tiny as tiny_vision
+from asyncrl.models.families import of_type
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.peft import write_peft
 from asyncrl.weights.peft_config import parsed, user_config
@@ -28,7 +28,7 @@ from tests.fakes import tiny_config
 from tests.weights.adapters import RANK, adapters, loaded, logits, lora, merged
 from tests.weights.models import MODELS, as_published, tensors, written
 
-ADAPTED = [name for name, (kind, *_) in MODELS.items() if OF_TYPE[kind].adapters]
+ADAPTED = [name for name, (kind, *_) in MODELS.items() if of_type(kind).adapters]
 
 
 def adapter_of(model: Path, only: str = "", **settings: object) -> Path:

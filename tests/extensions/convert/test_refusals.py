@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.extensions.convert.cli import main
-from asyncrl.models.families import FAMILIES, OF_TYPE
+from asyncrl.models.families import known_families, of_type
 from tests.extensions.convert.models import changed, converted, described, refused, rewritten
 from tests.weights.models import written
 
@@ -253,9 +253,9 @@ def test_progress_names_each_file_with_its_size(llama: Path, capsys: pytest.Capt
     assert re.fullmatch(r"asyncrl-convert: __0_0\.distcp  0\.\d+ GB  \d+\.\d s  \d+\.\d+ GB/s\n", said.err)
 
 
-@pytest.mark.parametrize("kind", [family.model_type for family in FAMILIES.values() if family.tower])
+@pytest.mark.parametrize("kind", [family.model_type for family in known_families().values() if family.tower])
 def test_a_model_that_sees_is_not_converted(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from asyncrl.models import tiny_vision
+    from asyncrl.extensions.vision import tiny as tiny_vision
 
     model, out = str(tmp_path / "model"), str(tmp_path / "out")
     tiny_vision.write(tmp_path / "model", kind)
@@ -263,7 +263,7 @@ def test_a_model_that_sees_is_not_converted(kind: str, tmp_path: Path, capsys: p
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
     for arguments in (["to-megatron", model, out], ["from-peft", str(tmp_path / "adapter"), out, "--model", model]):
         told = refused(capsys, 1, arguments)
-        assert f"{OF_TYPE[kind].architecture} cannot be converted: checkpoints do not hold a frozen vision" in told
+        assert f"{of_type(kind).architecture} cannot be converted: checkpoints do not hold a frozen vision" in told
         assert "Let a run write the HF folder (trainer.save_hf_every), or merge its PEFT folder" in told
 
 

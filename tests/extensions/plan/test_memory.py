@@ -28,7 +28,7 @@ from asyncrl.extensions.plan.tensors import Weight
 from asyncrl.launch.checks.model_files import read_model
 from asyncrl.models import catalog
 from asyncrl.parallel import PipelineSplit
-from asyncrl.weights.names import FAMILIES
+from asyncrl.weights.names import tables
 from tests.fakes import tiny_config
 
 SHAPE = Shape(layers=4, hidden=8, queries=8, keys=4, values=4, inner=16, vocab=10, cached=8, cache_heads=2)
@@ -73,9 +73,9 @@ def test_mixed_precision_holds_eighteen_bytes_for_each_parameter(tiny: list[Weig
     assert lasting == 18 * parameters(tiny).all  # 2 + 4 + 4 + 8
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(tables()))
 def test_what_ranks_share_is_what_the_tables_of_weights_split(family: str) -> None:
-    for rule in FAMILIES[family]:
+    for rule in tables()[family]:
         for name in rule.hf:
             assert Weight(name, (1,)).whole != rule.layout.split, name
             assert Weight(name, (1,)).routed == rule.routed, name

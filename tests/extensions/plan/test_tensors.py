@@ -12,11 +12,11 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.plan.shapes import tower_parameters
 from asyncrl.extensions.plan.tensors import tensors
+from asyncrl.extensions.vision import tiny as tiny_vision
 from asyncrl.launch.checks.model_files import read_model
-from asyncrl.models import tiny_vision
-from asyncrl.models.families import FAMILIES, OF_TYPE
+from asyncrl.models.architectures import flat
+from asyncrl.models.families import known_families, of_type
 from asyncrl.models.tiny import write_random_model
-from asyncrl.models.vision import TOWERS, flat
 from scripts.sizes import MODELS
 
 SIZES: dict[str, Any] = {"vocab": 70, "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
@@ -24,7 +24,7 @@ PUBLISHED = {"qwen3_8b": 8.19, "llama3_70b": 70.6, "qwen3_30b_a3b": 30.5, "qwen3
 """Billions of parameters, as their publishers count them."""
 
 
-TEXT = [family for family in FAMILIES.values() if not family.tower]
+TEXT = [family for family in known_families().values() if not family.tower]
 CASES = [
     pytest.param(family.model_type, dict(fields), id=f"{family.model_type}-{number}")
     for family in TEXT
@@ -35,7 +35,7 @@ CASES = [
 @pytest.mark.parametrize(("arch", "fields"), CASES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_tensors_are_those_of_a_folder(arch: str, fields: dict[str, Any], tied: bool, tmp_path: Path) -> None:
-    latent = "kv_lora_rank" in OF_TYPE[arch].tiny
+    latent = "kv_lora_rank" in of_type(arch).tiny
     sizes = {**SIZES, "kv_heads": 4} if latent else SIZES
     width = {} if latent else {"head_dim": 16}
     write_random_model(tmp_path, arch, **sizes, tied=tied, seed=0, dtype="bfloat16", fields={**width, **fields})
@@ -63,12 +63,13 @@ def test_known_models_have_the_published_parameters(name: str) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
-@pytest.mark.parametrize("arch", [one.model_type for one in FAMILIES.values() if one.tower])
+@pytest.mark.parametrize("arch", [one.model_type for one in known_families().values() if one.tower])
 def test_number_of_a_towers_parameters_follows_from_the_config(arch: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     tiny_vision.write(tmp_path / "model", arch)
     hf = flat(json.loads((tmp_path / "model" / "config.json").read_text()))
-    prefix = TOWERS[hf["architectures"][0]].prefix
+    tower = of_type(arch).tower
+    assert tower is not None
     tensors = load_file(tmp_path / "model" / "model.safetensors")
-    assert tower_parameters(hf) == sum(one.numel() for name, one in tensors.items() if name.startswith(prefix))
+    assert tower_parameters(hf) == sum(one.numel() for name, one in tensors.items() if name.startswith(tower.prefix))

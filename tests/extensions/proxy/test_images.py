@@ -19,11 +19,12 @@ from asyncrl.agents.template import ChatTemplate
 from asyncrl.extensions.proxy.agents import _question
 from asyncrl.extensions.proxy.messages import ApiError
 from asyncrl.extensions.proxy.session import ProxySession, ProxyStats
-from asyncrl.images import Vision, image_name
+from asyncrl.extensions.vision.reader import Vision, vision_of
+from asyncrl.images import ImageReader, image_name
+from asyncrl.models.architectures import flat
 from asyncrl.models.catalog import resolve
-from asyncrl.models.vision import flat
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
-from asyncrl.rollout.parts import load_tokenizer, vision_of
+from asyncrl.rollout.parts import load_tokenizer
 from asyncrl.schema import Completion, Prompt, VersionSpan
 from tests.fakes import FakeEngine, pieces, stream, tiny_config
 
@@ -38,8 +39,7 @@ def model() -> Path:
 @pytest.fixture
 def vision(model: Path) -> Iterator[Vision]:
     hf = flat(json.loads((model / "config.json").read_text()))
-    found = vision_of(model, hf, tiny_config().rollout.images)
-    assert found is not None
+    found = vision_of(tiny_config(), model, hf)
     yield found
     found.decoder.close()
 
@@ -64,7 +64,7 @@ def user(*parts: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def session(model: Path, vision: Vision | None, engine: FakeEngine) -> AsyncIterator[ProxySession]:
-    client = engine.client(vision=vision, stop_token_ids=[EOS])
+    client = engine.client(images=vision or ImageReader(), stop_token_ids=[EOS])
     template = ChatTemplate(load_tokenizer(model, None))
     episode = Episode(client.generate(), EpisodeTimeouts(60.0, 60.0, None), template)
     async with ProxySession(episode, tool_format="hermes", figures=ProxyStats()) as found:

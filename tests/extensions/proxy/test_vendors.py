@@ -22,7 +22,7 @@ from asyncrl.errors import EngineError
 from asyncrl.extensions.proxy import messages_api, parsing, responses_api
 from asyncrl.extensions.proxy.messages import ApiError, without_thoughts
 from asyncrl.extensions.proxy.server import Proxy
-from asyncrl.images.parts import images_in
+from asyncrl.images import images_in
 from asyncrl.models.tiny import CHAT_TEMPLATE
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from asyncrl.schema import Trajectory

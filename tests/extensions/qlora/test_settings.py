@@ -18,7 +18,7 @@ from asyncrl.extensions.qlora.stored import QuantizedBase  # noqa: E402
 from asyncrl.launch import precision  # noqa: E402
 from asyncrl.launch.checks.model import check_model  # noqa: E402
 from asyncrl.lookup import offered  # noqa: E402
-from asyncrl.models.families import FAMILIES  # noqa: E402
+from asyncrl.models.families import known_families  # noqa: E402
 from asyncrl.trainer.lora import base_format  # noqa: E402
 from tests.fakes import tiny_config  # noqa: E402
 
@@ -51,7 +51,7 @@ def test_layer_that_would_cut_blocks_is_refused(changes: dict[str, Any], remedy:
         check_model(tiny_config(**BASE, **settings), hf)
 
 
-@pytest.mark.parametrize("architecture", [name for name, family in FAMILIES.items() if family.stacks])
+@pytest.mark.parametrize("architecture", [name for name, family in known_families().items() if family.stacks])
 def test_a_base_whose_files_stack_the_experts_is_refused(architecture: str) -> None:
     stacked = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     windows = {"sliding_window": 4, "layer_types": ["full_attention"] * 4}

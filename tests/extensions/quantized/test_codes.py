@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.extensions.quantized.codes import FORMATS, CodeChecksums, QuantizedWeights
-from asyncrl.models.families import FAMILIES
+from asyncrl.models.families import known_families
 from asyncrl.parallel import EngineParallel
 from asyncrl.weights.bucket import nbytes, plan_buckets, views
 from asyncrl.weights.checksum import Checksums, differing
@@ -78,7 +78,7 @@ def test_zeros_and_grid_values_stay_where_they_are(form: Any) -> None:
     assert torch.equal(once[0].float(), again[0].float())
 
 
-CODED = sorted(name for name, family in FAMILIES.items() if family.adapters and not family.stacks)
+CODED = sorted(name for name, family in known_families().items() if family.adapters and not family.stacks)
 
 
 @pytest.mark.parametrize("architecture", CODED)

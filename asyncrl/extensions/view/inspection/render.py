@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,6 @@ from rich.text import Text
 
 from asyncrl.errors import RecordError, visible
 from asyncrl.extensions.view.inspection.rows import GroupRow, StepRow
-from asyncrl.images import png_size
 from asyncrl.jsonl import read_object
 from asyncrl.schema import Completion, Group, Trajectory, Turn
 
@@ -98,7 +98,7 @@ def group_text(group: Group, decode: Decode, scores: Sequence[float] | None = No
 
 
 def _image(name: str, group: Group) -> str:
-    width, height = png_size(group.images[name])
+    width, height = struct.unpack(">II", group.images[name][16:24])  # in the header of every PNG file
     return f"⟨image {name[:8]}, {width} x {height}⟩"
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from asyncrl.config import load
 from asyncrl.errors import ConfigError
-from asyncrl.images.parts import images_in
+from asyncrl.images import images_in
 from asyncrl.tasks import build
 from asyncrl.tasks.files import FileTask
 from tests.fakes import compose_values

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.extensions.children.processes import LENGTH, decoded, framed
-from asyncrl.images import ImageRefused, ImageSizes
+from asyncrl.extensions.vision.fitting import ImageSizes
+from asyncrl.images import ImageRefused
 
 DEADLINE = 60.0
 WORKERS = 4
@@ -89,12 +90,12 @@ def _content(image: object, most: int) -> bytes:
     if not isinstance(image, bytes | bytearray):
         raise ImageRefused(f"{type(image).__name__} is not an image: pass the bytes of a PNG, JPEG or WebP file")
     if len(image) > most:
-        raise ImageRefused(f"it has {len(image):,} bytes, more than rollout.images.max_bytes={most:,}: shrink it")
+        raise ImageRefused(f"it has {len(image):,} bytes, more than vision.max_bytes={most:,}: shrink it")
     return bytes(image)
 
 
 def _started() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "asyncrl.extensions.image_decoder.worker"]
+    command = [sys.executable, "-m", "asyncrl.extensions.vision.worker"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
 

@@ -1,7 +1,8 @@
 """Qwen3-VL, dense: Qwen3 with a vision tower."""
 
+from asyncrl.extensions.vision.towers import tower
 from asyncrl.models.families import qwen3
-from asyncrl.models.family import Family, Serving, Tower
+from asyncrl.models.family import Family, Serving
 from asyncrl.models.parts import inside
 
 TINY = {
@@ -20,7 +21,7 @@ FAMILY = Family(
     model_type="qwen3_vl",
     weights=inside(qwen3.FAMILY.weights, "language_model"),
     arguments=qwen3.FAMILY.arguments,
-    tower=Tower("Qwen3VLVisionModel", "model.visual.", tiny=TINY_TOWER),
+    tower=tower("Qwen3VLVisionModel", "model.visual.", tiny=TINY_TOWER),
     serving=Serving(adapters=True),
     tiny=TINY,
 )

@@ -14,14 +14,48 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Message
+from asyncrl.tasks import Question, Task
+from asyncrl.tasks.files import FileTask
 
-IMAGES = "asyncrl images"
-"""Name under which a row holds its images until it becomes a question."""
 MARK = "<image>"
 BEGINNINGS = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF")
 """First bytes of PNG, JPEG and WebP files."""
+
+
+class PicturedTask(Task):
+    """A task of files whose rows hold images."""
+
+    def __init__(self, task: Task, section: TaskConfig) -> None:
+        """Check the images of all rows. Raises ConfigError."""
+        if not isinstance(task, FileTask):
+            remedy = "Only questions of files and datasets have rows with images: set null."
+            raise ConfigError("task.image_key", section.image_key, remedy)
+        self._task, self._section, self.held_out = task, section, task.held_out
+        assert section.image_key is not None
+        self._key = section.image_key
+        for index in range(task.size):
+            self._images(task.question(index), index)
+
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return self._task.size
+
+    def question(self, index: int) -> Question:
+        """Return row `index` with its images in the places of its messages, and without their column."""
+        row = self._task.question(index)
+        messages = with_images(row["messages"], self._images(row, index), f"Question {index}")
+        return {**{name: value for name, value in row.items() if name != self._key}, "messages": messages}
+
+    def _images(self, row: Question, index: int) -> list[Path | bytes]:
+        """Return the images of a row. Paths are relative to its file."""
+        number, place = (1, index - self.held_out) if index >= self.held_out else (0, index)
+        setting = self._task.SOURCES[number]
+        folder = Path(self._section.image_folder or Path(getattr(self._section, setting)).parent).expanduser()
+        return images_of(row, self._key, folder, f"Row {place} of task.{setting}")
 
 
 def images_of(row: dict[str, Any], key: str, folder: Path, where: str) -> list[Path | bytes]:

@@ -12,8 +12,8 @@ from asyncrl.platforms import here
 
 here().prepare_trainer()
 
-from asyncrl.images import ImageShape  # noqa: E402
-from asyncrl.trainer.vision import Normalisation  # noqa: E402
+from asyncrl.extensions.vision.encoder import Normalisation  # noqa: E402
+from asyncrl.extensions.vision.sizes import ImageShape  # noqa: E402
 from tests.integration.vision import picture  # noqa: E402
 
 

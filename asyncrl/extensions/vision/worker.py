@@ -24,7 +24,7 @@ from PIL import TiffImagePlugin as _Exif  # noqa: F401
 from PIL import WebPImagePlugin as _WebP  # noqa: F401
 
 from asyncrl.extensions.children.processes import framed, messages
-from asyncrl.images import fitted_size
+from asyncrl.extensions.vision.fitting import fitted_size
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")

@@ -1,7 +1,8 @@
 """Qwen2.5-VL: Qwen2 with a vision tower."""
 
+from asyncrl.extensions.vision.towers import tower
 from asyncrl.models.families import qwen2
-from asyncrl.models.family import Family, Serving, Tower
+from asyncrl.models.family import Family, Serving
 
 LINEAR = {
     "blocks.{block}.attn.qkv_proj": ("blocks.{block}.attn.qkv",),
@@ -19,10 +20,10 @@ FAMILY = Family(
     model_type="qwen2_5_vl",
     weights=qwen2.FAMILY.weights,
     arguments=qwen2.FAMILY.arguments,
-    tower=Tower(
+    tower=tower(
         "Qwen2_5_VisionTransformerPretrainedModel",
         "visual.",
-        (
+        engine=(
             *(
                 (f"visual.{engine}.{kind}", tuple(f"visual.{part}.{kind}" for part in parts))
                 for engine, parts in LINEAR.items()

@@ -19,14 +19,16 @@ from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config, load
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.images import Vision, image_name, png_size
+from asyncrl.extensions.vision.reader import Vision, vision_of
+from asyncrl.extensions.vision.sizes import png_size
+from asyncrl.images import image_name
+from asyncrl.models.architectures import flat
 from asyncrl.models.catalog import resolve
-from asyncrl.models.vision import flat
-from asyncrl.rollout import prompts as module
+from asyncrl.models.families import known_families
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
-from asyncrl.rollout.parts import load_tokenizer, vision_of
+from asyncrl.rollout.parts import image_reader, load_tokenizer
 from asyncrl.rollout.player import _images
-from asyncrl.rollout.prompts import LOOKAHEAD, Prompts
+from asyncrl.rollout.prompts import Prompts
 from asyncrl.schema import Batch as TrainedBatch
 from asyncrl.schema import Generate, Group, Prompt, Trajectory, Turn, decode_batch, encode
 from tests.fakes import FakeEngine, changed, compose_values, echo
@@ -50,15 +52,14 @@ def hf_of(model: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def vision(model: Path) -> Iterator[Vision]:
-    found = vision_of(model, hf_of(model), config_of().rollout.images)
-    assert found is not None
+    found = vision_of(config_of(), model, hf_of(model))
     yield found
     found.decoder.close()
 
 
 def prompts_of(model: Path, vision: Vision | None, length: int = 512, **changes: Any) -> Prompts:
     config = config_of(**changes)
-    return Prompts(config, tasks.build_all(config), ChatTemplate(load_tokenizer(model, None)), length, vision=vision)
+    return Prompts(config, tasks.build_all(config), ChatTemplate(load_tokenizer(model, None)), length, images=vision)
 
 
 def png(colour: int, size: tuple[int, int] = (56, 56)) -> bytes:
@@ -96,10 +97,10 @@ def test_images_are_decoded_ahead_and_prompts_stay_what_they_are(
     """The cursor counts what was drawn, not what was decoded ahead."""
     ahead, then, alone = (prompts_of(model, vision) for _ in range(3))
     drawn = list(itertools.islice(ahead.training["squares"], 40))
-    assert 0 < len(ahead._begun) <= LOOKAHEAD
+    assert 0 < len(ahead._begun) <= Vision.ahead
     then.go_on(ahead.cursor())
     following = list(itertools.islice(then.training["squares"], 3))
-    monkeypatch.setattr(module, "LOOKAHEAD", 0)
+    monkeypatch.setattr(Vision, "ahead", 1)
     assert [*drawn, *following] == list(itertools.islice(alone.training["squares"], 43))
 
 
@@ -111,7 +112,7 @@ def test_lengths_of_prompts_count_every_token_of_their_images(model: Path, visio
 
 
 def test_a_text_model_is_asked_no_question_with_an_image(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the model of this run reads none \(model.path\)"):
+    with pytest.raises(ConfigError, match=r"reads no images: choose one that does \(model.path\)"):
         prompts_of(model, None, **{"rollout.overlong_prompts": "refuse"})
 
 
@@ -133,9 +134,7 @@ def test_questions_with_a_broken_image_are_left_out_or_refused(model: Path, visi
 
 def test_limits_are_those_of_the_model_and_of_the_run(model: Path) -> None:
     def size(**limits: Any) -> tuple[int, int]:
-        found = vision_of(model, hf_of(model), config_of(**{f"rollout.images.{k}": v for k, v in limits.items()})
-                          .rollout.images)  # fmt: skip
-        assert found is not None
+        found = vision_of(config_of(**{f"vision.{k}": v for k, v in limits.items()}), model, hf_of(model))
         try:
             return png_size(found.decoder.begin(png(1, (400, 400))).result())
         finally:
@@ -143,7 +142,7 @@ def test_limits_are_those_of_the_model_and_of_the_run(model: Path) -> None:
 
     assert size() == (112, 112)
     assert size(max_pixels=4000) == (56, 56)
-    with pytest.raises(ConfigError, match=r"rollout.images.max_pixels: got 900.*raise it"):
+    with pytest.raises(ConfigError, match=r"vision.max_pixels: got 900.*raise it"):
         size(max_pixels=900)
 
 
@@ -164,7 +163,7 @@ class Looking:
 
 async def played(agent: Any, model: Path, vision: Vision, engine: FakeEngine) -> tuple[Prompt, Group]:
     prompt = next(prompts_of(model, vision).training["squares"])
-    client = engine.client(vision=vision)
+    client = engine.client(images=vision)
     template, sessions = ChatTemplate(load_tokenizer(model, None)), [client.generate(group="g") for _ in range(2)]
 
     async def scored(one: Trajectory) -> Trajectory:
@@ -235,6 +234,10 @@ def test_refused_image_costs_its_group_and_no_request(model: Path, vision: Visio
 
 
 def test_without_the_extension_a_model_that_sees_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.lookup.loaded", lambda attribute: [])
-    with pytest.raises(ConfigError, match=r"model.path: got .*no installed extension decodes images: add one"):
-        vision_of(model, hf_of(model), config_of().rollout.images)
+    monkeypatch.setattr("asyncrl.models.families.offered", lambda table: {})
+    known_families.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"Qwen2_5_VL.*Supported architectures: .*LlamaForCausalLM"):
+            image_reader(config_of(), model, json.loads((model / "config.json").read_text()))
+    finally:
+        known_families.cache_clear()

@@ -13,9 +13,11 @@ import pytest
 from PIL import Image
 
 from asyncrl.engine.client import GenerationClient
-from asyncrl.extensions.image_decoder.decoder import DecodingProcesses
-from asyncrl.images import ImageRefused, ImageShape, ImageSizes, ImageTokens, Vision, data_url, image_name
-from asyncrl.images.parts import images_in, without_images
+from asyncrl.extensions.vision.decoder import DecodingProcesses
+from asyncrl.extensions.vision.fitting import ImageSizes
+from asyncrl.extensions.vision.reader import ImageTokens, Vision
+from asyncrl.extensions.vision.sizes import ImageShape
+from asyncrl.images import ImageRefused, data_url, image_name, images_in, without_images
 from asyncrl.schema import Exchange
 from tests.engine.asking import asked
 from tests.fakes import FakeEngine, echo
@@ -51,7 +53,7 @@ def test_requests_hold_a_placeholder_and_data_url_per_image(vision: Vision) -> N
         await session(PROMPT, images=images)
         await session([1, 2, 3])
 
-    asked(engine, play, vision=vision)
+    asked(engine, play, images=vision)
     with_image, without = engine.requests
     assert with_image["input_ids"] == PROMPT
     (url,) = with_image["image_data"]
@@ -87,7 +89,7 @@ def test_no_address_and_no_path_of_a_message_is_opened_or_sent(vision: Vision, a
             with pytest.raises((ValueError, TypeError)):
                 await client.generate()(PROMPT, images=[image])  # type: ignore[list-item]
 
-    asked(engine, play, vision=vision)
+    asked(engine, play, images=vision)
     assert engine.requests == []
 
 
@@ -101,13 +103,13 @@ def test_counts_are_checked_before_an_engine_sees_a_request(vision: Vision) -> N
             ([PAD, 44], [png()], "stands between"),
             (PROMPT, [], "1 placeholders"),
             ([12, 11], [png()], "0 placeholders"),
-            (IMAGE * 3, [png()] * 3, r"3 images, more than rollout.images.max_images=2"),
+            (IMAGE * 3, [png()] * 3, r"3 images, more than vision.max_images=2"),
             (PROMPT, [png(size=(30, 28))], "not a multiple of 28"),
         ):
             with pytest.raises(ValueError, match=why):
                 await client.generate()(ids, images=images)
 
-    asked(engine, play, vision=vision)
+    asked(engine, play, images=vision)
     assert engine.requests == []
 
 
@@ -132,7 +134,7 @@ def test_siblings_share_a_request_only_if_their_images_are_alike(vision: Vision)
         images = [[png(1)], [png(1)], [png(2)]]
         await asyncio.gather(*(client.generate(group="g")(PROMPT, images=one) for one in images))
 
-    asked(engine, play, vision=vision)
+    asked(engine, play, images=vision)
     assert [request["sampling_params"]["n"] for request in engine.requests] == [2, 1]
 
 
@@ -147,7 +149,7 @@ def test_the_context_counts_every_token_of_an_image(vision: Vision) -> None:
         assert room.token_ids
         assert (full.token_ids, full.finish_reason) == ([], "length")
 
-    asked(engine, play, vision=vision, context=28)
+    asked(engine, play, images=vision, context=28)
     assert [request["sampling_params"]["max_new_tokens"] for request in engine.requests] == [6, 8]
 
 
@@ -164,7 +166,7 @@ def test_a_resumed_request_gets_its_answer_only_with_its_image(vision: Vision) -
         assert engine.requests[-1]["image_data"] == [data_url(png(2))]
         assert await again(PROMPT, images=[png(1)]) == answer
 
-    asked(engine, play, vision=vision)
+    asked(engine, play, images=vision)
     assert len(engine.requests) == 2
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -18,16 +18,20 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.samples import Sample
-from asyncrl.config import TrainerConfig
+from asyncrl.config import Config
 from asyncrl.errors import RecordError, WeightsError
-from asyncrl.images import ImageShape
-from asyncrl.models.vision import TOWERS, image_shape, mrope
+from asyncrl.extensions.vision.extension import settings_of
+from asyncrl.extensions.vision.sizes import ImageShape, deepstack, forbidden_ids, image_shape, mrope
+from asyncrl.models.families import family_of
 from asyncrl.parallel import Parallel
 from asyncrl.schema import Group
+from asyncrl.trainer.encoder import Encoder
+from asyncrl.trainer.microbatches import Groups
 from asyncrl.weights.folder import HFFolder
 
 
@@ -89,20 +93,22 @@ class Normalisation:
         return blocks.reshape(h * w, 3, 1, side, side).expand(-1, -1, self.frames, -1, -1).flatten(1)
 
 
-class ImageEncoder:
+class ImageEncoder(Encoder):
     """The images of the present batch, and the vision tower on the ranks of the first pipeline stage."""
 
-    def __init__(self, hf: dict[str, Any], folder: Path, trainer: TrainerConfig, parallel: Parallel) -> None:
+    def __init__(self, config: Config, hf: dict[str, Any], folder: Path, parallel: Parallel) -> None:
         """Load the tower from an HF folder. One that is trained belongs to a network, which loads it with its own
         weights."""
-        shape = image_shape(hf)
-        assert shape is not None
+        settings, trainer, shape = settings_of(config), config.trainer, image_shape(hf)
+        self.forbidden = forbidden_ids(hf)
+        self.rates: Mapping[str, float] = {} if settings.lr is None else {"*visual.*": settings.lr}
         self._shape = shape
+        self._levels = deepstack(hf)
         self._vocab = hf["vocab_size"]
         self._placeholder = hf["image_token_id"]
         self._device = parallel.device
         self._split = (parallel.tp, parallel.tp_rank) if trainer.sequence_parallel else (1, 0)
-        self._frozen = trainer.vision.tower == "frozen"
+        self._frozen = settings.tower == "frozen"
         self.tower = load_tower(hf, folder, trainer.dtype, parallel.device) if parallel.pp_rank == 0 else None
         if self.tower and not self._frozen:
             for parameter in self.tower.requires_grad_().parameters():
@@ -114,11 +120,19 @@ class ImageEncoder:
         self._starts = np.zeros(1, np.int64)  # number of the first token of each image, and of all tokens
         self._embeddings: dict[str, Tensor] = {}
 
+    def attach(self, model: GPTModel, *, trains: bool) -> None:
+        """Let a network's first chunk of layers take images, and hold the tower if it is trained."""
+        model.embedding.__class__ = ImageEmbedding
+        for layer in model.decoder.layers[: self._levels]:
+            model.embedding.add_after(layer)
+        if trains and not self._frozen:
+            model.visual = self.tower
+
     def states(self) -> list[Tensor]:
         """Return the tensors of a frozen tower, which take memory between two steps."""
         return list(self.tower.parameters()) if self.tower and self._frozen else []
 
-    def begin(self, batch: Sequence[Group], groups: Sequence[list[Sample]]) -> list[list[Sample]]:
+    def begin(self, batch: Sequence[Group], groups: Groups) -> list[list[Sample]]:
         """Number the image tokens of a batch. Returns its samples with these tokens in place of placeholders."""
         self._files = {name: png for group in batch for name, png in group.images.items()}
         self._names = list(dict.fromkeys(name for group in groups for sample in group for name in sample.images))
@@ -175,9 +189,18 @@ class ImageEncoder:
             image_places=torch.from_numpy(tokens + shifts[which]),
         )
 
-    def embedded(self, pack: Pack, *, train: bool) -> tuple[Tensor, Tensor] | None:
-        """Return this rank's rows [M] of images in a pack, and their features [M, (1 + L) H]; None without images. With
-        `train` they have a gradient, unless the tower is frozen."""
+    def embedded(self, model: GPTModel, pack: Pack, *, trains: bool) -> Callable[[], None]:
+        """Encode the images of a pack, with a gradient if the model `trains` and the tower is not frozen. Return what
+        gives them to the model."""
+        images = self._embedded(pack, train=trains)
+
+        def give() -> None:
+            model.embedding.images = images
+
+        return give
+
+    def _embedded(self, pack: Pack, *, train: bool) -> tuple[Tensor, Tensor] | None:
+        """Return this rank's rows [M] of images in a pack, and their features [M, (1 + L) H]; None without images."""
         if not pack.images:
             return None
         assert pack.image_rows is not None
@@ -205,12 +228,13 @@ def load_tower(hf: dict[str, Any], folder: Path, dtype: str, device: torch.devic
     is missing, left over or of another shape."""
     from transformers import AutoConfig
 
-    name, kind = hf["architectures"][0], hf["model_type"]
+    name, kind, of = hf["architectures"][0], hf["model_type"], family_of(hf).tower
+    assert of is not None
     config = AutoConfig.for_model(kind, vision_config=hf["vision_config"]).vision_config
     module = import_module(f"transformers.models.{kind}.modeling_{kind}")
     with torch.random.fork_rng(devices=[]), device:
-        tower = getattr(module, TOWERS[name].module)._from_config(config, dtype=getattr(torch, dtype))
-    prefix, states = TOWERS[name].prefix, tower.state_dict()
+        tower = getattr(module, of.module)._from_config(config, dtype=getattr(torch, dtype))
+    prefix, states = of.prefix, tower.state_dict()
     with HFFolder(folder) as source, torch.no_grad():
         for key, tensor in states.items():
             tensor.copy_(source.read(prefix + key, tensor.shape))

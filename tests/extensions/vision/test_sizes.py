@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from asyncrl.images import ImageShape, fitted_size, png_size
+from asyncrl.extensions.vision.fitting import fitted_size
+from asyncrl.extensions.vision.sizes import ImageShape, png_size
 
 QWEN = ImageShape(patch=14, merge=2)
 

@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from asyncrl.extensions.image_decoder import decoder as module
-from asyncrl.extensions.image_decoder.decoder import DecodingProcesses
-from asyncrl.images import ImageRefused, ImageSizes, png_size
+from asyncrl.extensions.vision import decoder as module
+from asyncrl.extensions.vision.decoder import DecodingProcesses
+from asyncrl.extensions.vision.fitting import ImageSizes
+from asyncrl.extensions.vision.sizes import png_size
+from asyncrl.images import ImageRefused
 
 SIZES = ImageSizes(side=28, least=28 * 28, most=16 * 28 * 28)
 MODES = {"PNG": ("1", "L", "LA", "P", "RGB", "RGBA"), "JPEG": ("L", "RGB", "CMYK"), "WEBP": ("RGB", "RGBA")}
@@ -114,7 +116,7 @@ REFUSED = {
     "small bomb": (forged_png(6000, 6000), "damaged or incomplete"),
     "text bomb": (forged_png(28, 28, chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(80 << 20)))), "WebP|damaged"),
     "strip": (file(Image.new("L", (1, 300))), "over 200 times the other"),
-    "too many bytes": (bytes(2 << 20), "rollout.images.max_bytes=1,048,576"),
+    "too many bytes": (bytes(2 << 20), "vision.max_bytes=1,048,576"),
     "long url": ("data:image/png;base64," + "A" * (3 << 20), "1,048,576 bytes"),
 }
 

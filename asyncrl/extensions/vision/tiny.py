@@ -2,7 +2,7 @@
 
 It learns colours of squares with a random, frozen vision tower. An image of 56 x 56 pixels takes 4 tokens. Patches
 have the published size, because SGLang's code contains the width of a patch. torch and transformers are imported inside
-functions, because the launcher imports this module through catalog.
+functions, because the launcher imports this module (models/catalog.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from asyncrl.models.families import OF_TYPE
+from asyncrl.models.catalog import Builtin
+from asyncrl.models.families import of_type
 from asyncrl.models.tiny import save_random, tokenizer_json, write_tokenizer
 
 EOS, PAD, UNK = "<|im_end|>", "<|endoftext|>", "<unk>"
@@ -73,7 +74,7 @@ def write(folder: Path, arch: str = "qwen2_5_vl", *, spread: float = 0.02, seed:
 
     ids = {token: number for number, token in enumerate(TOKENS)}
     ends = {"bos_token_id": ids[PAD], "eos_token_id": ids[EOS], "pad_token_id": ids[PAD]}
-    family = OF_TYPE[arch]
+    family = of_type(arch)
     assert family.tower is not None
     text = {**TEXT, **family.tiny, **ends, **sizes}
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
@@ -86,3 +87,6 @@ def write(folder: Path, arch: str = "qwen2_5_vl", *, spread: float = 0.02, seed:
     special = {"bos_token": PAD, "eos_token": EOS, "pad_token": PAD, "unk_token": UNK}
     write_tokenizer(folder, tokenizer_json(TOKENS, UNK, (UNK, *SPECIAL)), CHAT_TEMPLATE, special, MAX_POSITIONS)
     (folder / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR, indent=2) + "\n")
+
+
+BUILTIN = Builtin(write, 1, "writing random weights, about 10 s")
