@@ -8,6 +8,7 @@ nothing unless an extension overrides them. What fails in a hook fails as the co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -167,9 +168,9 @@ class LaunchHooks:
 
     def memory(self, config: Config) -> Mapping[str, int]:
         """Return what it changes in the memory of a run: `layers_held`, the number of layers whose activations are on
-        the device of a trainer at a time, `linear_bytes`, the bytes of an element of the layers' linear maps in an
-        engine, and `tower_trained`, 1 if a tower beside the text model is trained. Called by whoever estimates
-        memory."""
+        the device of a trainer at a time, `states_away`, 1 if the states of optimizers are there during a step alone,
+        `linear_bytes`, the bytes of an element of the layers' linear maps in an engine, and `tower_trained`, 1 if a
+        tower beside the text model is trained. Called by whoever estimates memory."""
         return {}
 
     def follows(self, config: Config) -> Path | None:
@@ -283,6 +284,11 @@ class TrainerHooks:
         `client` returns the batches of a process of this extension that is a server in place of the rollout process.
         Called once, before the first batch."""
         return None
+
+    def around_update(self, batch: Batch, run_dir: Path) -> AbstractContextManager[None]:
+        """Return a block around the update of a batch, or of a part of one. The time of what it does itself does not
+        count as training. Called with each of them (trainer/__main__.py)."""
+        return nullcontext()
 
     def before_update(self, batch: Batch) -> Sequence[Group]:
         """Return groups that are trained beside those of the batch, in the same steps. Called with each batch."""
@@ -519,7 +525,7 @@ class Extension:
         """Return the hooks on a trainer rank. Called on each of them once, when its networks hold the weights of the
         model folder (trainer/policy.py). Blocks around a network's micro-batches are added to its `around_forward`,
         further networks that are trained to `policy.others`, and what follows the steps of a batch to
-        `policy.following`."""
+        `policy.following`. An optimizer's `memory` may be set to one that moves its states."""
         return TrainerHooks()
 
     def steps(

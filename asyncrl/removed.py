@@ -53,6 +53,8 @@ def moved(module: str) -> str | None:
 _SLURM = ("submit", "time", "requeues", "sbatch", "setup", "srun", "container")
 MOVED_SETTINGS = {
     "trainer.activation_offload": "offload.activations",
+    "trainer.optimizer.offload": "offload.optimizer",
+    "trainer.profile": "observe.profile",
     "engine.quantization": "quantized.format",
     "engine.request_fields": "requests.fields",
     "algo.distillation": "distill",

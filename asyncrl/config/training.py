@@ -65,8 +65,6 @@ class OptimizerConfig(Section):
     moments_dtype: Literal["float32", "bfloat16"]
     """Number format of the two moments. bfloat16 saves 4 bytes per parameter, and needs GPUs with TransformerEngine,
     whose FusedAdam computes in float32 and rounds what it keeps (Megatron's use_precision_aware_optimizer)."""
-    offload: bool
-    """Keep master weights and moments in host memory, except during a step. Costs two copies of them per step."""
 
     @model_validator(mode="after")
     def _moments_can_move(self) -> OptimizerConfig:
@@ -145,9 +143,6 @@ class TrainerConfig(Section):
     """Gradient norm (before clipping) above which a step counts as bad; unset: only NaN and infinity do."""
     max_bad_steps: Count
     """With `skip`, end the run after this many consecutive bad steps."""
-    profile: list[Count]
-    """Steps of which every rank writes a trace of torch's profiler into profile/ of the run folder, and on GPUs a
-    snapshot of its memory: [3, 10]. With batch_parts it is of the last part."""
     save_hf_every: Count | None
     """Write the weights as an HF folder every this many steps; unset: only at the end."""
 

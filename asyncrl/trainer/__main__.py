@@ -44,7 +44,6 @@ from asyncrl.trainer.batch_source import (  # noqa: E402
 from asyncrl.trainer.checkpoint import Checkpoints, Saving  # noqa: E402
 from asyncrl.trainer.gpu_sharing import share_gpu  # noqa: E402
 from asyncrl.trainer.loop import ASKED, train  # noqa: E402
-from asyncrl.trainer.meter import profiled  # noqa: E402
 from asyncrl.trainer.parallel import host_group  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from asyncrl.trainer.publishers import build_publisher  # noqa: E402
@@ -151,8 +150,7 @@ def _measured(rank: Rank, policy: Policy, publisher: VersionPublisher) -> Callab
     meter = policy.network.meter
 
     def update(batch: Batch) -> dict[str, float]:
-        steps = rank.config.trainer.profile if batch.last else ()
-        with profiled(batch.version + 1, steps, rank.run_dir, rank.parallel), publisher.training():
+        with policy.around_update(batch, rank.run_dir), publisher.training():
             metrics = meter.measure(policy.update, batch)
         if batch.last:
             for name, began, ended in meter.spans():

@@ -1,27 +1,21 @@
-"""Measures a step of training on the ranks: time by purpose, floating-point operations, memory, and profiles of single
-steps."""
+"""Measures a step of training on the ranks: time by purpose, floating-point operations, memory."""
 
 from __future__ import annotations
 
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch
 
-FOLDER = "profile"
-ENTRIES = 100_000
-"""Number of allocations that a memory snapshot remembers."""
 PURPOSES = ("forward", "backward", "communication", "optimizer")
 PEAK = {"B200": 2.25e15, "B100": 1.75e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12}
 PEAK |= {"H800": 989e12, "H20": 148e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12}
@@ -168,23 +162,3 @@ def _purpose(name: str) -> str | None:
         return name.removesuffix("-compute")
     exchanged = name.endswith(("-recv", "-send", "-sync", "-all-reduce", "-all-gather"))
     return "communication" if exchanged else None
-
-
-@contextmanager
-def profiled(step: int, steps: Sequence[int], run_dir: Path, parallel: Parallel) -> Iterator[None]:
-    """Write the profile of the block into the run folder, if the step is one of `steps` (trainer.profile): a trace of
-    torch's profiler, and on GPUs a snapshot of the memory."""
-    if step not in steps:
-        yield
-        return
-    folder, gpu = run_dir / FOLDER, parallel.device.type == "cuda"
-    folder.mkdir(exist_ok=True)
-    if gpu:
-        torch.cuda.memory._record_memory_history(max_entries=ENTRIES)
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as trace:
-        yield
-    name = f"step-{step:06d}-rank-{parallel.rank}"
-    trace.export_chrome_trace(str(folder / f"{name}.json.gz"))
-    if gpu:
-        torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
-        torch.cuda.memory._record_memory_history(enabled=None)

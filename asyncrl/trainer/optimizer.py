@@ -20,7 +20,6 @@ from torch import Tensor
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import BadStep
 from asyncrl.trainer.network import Network
-from asyncrl.trainer.offload import DeviceMemory, HeldTensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -35,11 +34,21 @@ class Shard:
     moments: dict[str, Tensor]  # [N] each, in trainer.optimizer.moments_dtype
 
 
+class StatesMemory:
+    """Where an optimizer's states are: on the device. An extension may set one that moves them
+    (NetworkOptimizer.memory)."""
+
+    def bring(self) -> None:
+        """Have the states on the device. Called before they are read or written."""
+
+    def leave(self) -> None:
+        """Let the states leave the device until they are needed. Called before the passes of a step, and after it."""
+
+
 class NetworkOptimizer:
     """The optimizer of one network. The decay ends at `max_steps` unless decay_steps is set."""
 
-    memory: DeviceMemory | None = None
-    """Where its states are, if trainer.optimizer.offload keeps them in host memory between steps."""
+    memory: StatesMemory = StatesMemory()
 
     def __init__(self, trainer: TrainerConfig, network: Network, max_steps: int) -> None:
         self._trainer = trainer
@@ -87,8 +96,6 @@ class NetworkOptimizer:
         self._schedule.step(increment=1)
         self._bad_steps = 0
         self._applied = 0  # steps since the moments were zero
-        if settings.offload:
-            self.memory = DeviceMemory(self._held)
 
     @property
     def lr(self) -> float:
@@ -98,17 +105,15 @@ class NetworkOptimizer:
     def zero_grad(self) -> None:
         """Reset the gradients before those of a step are accumulated."""
         self._optimizer.zero_grad()
-        if self.memory:
-            self.memory.offload(parameters=False)  # after the start or a checkpoint
+        self.memory.leave()  # after the start or a checkpoint
 
     def step(self) -> tuple[float, bool]:
         """Apply the gradient, unless it is bad. Returns its norm before clipping, and whether it was applied. Raises
         BadStep as configured."""
         with self._network.meter.span("optimizer"):
-            self._onload()
+            self.memory.bring()
             found = self._step()
-            if self.memory:
-                self.memory.offload(parameters=False)
+            self.memory.leave()
             return found
 
     def _step(self) -> tuple[float, bool]:
@@ -132,7 +137,7 @@ class NetworkOptimizer:
     def start_anew(self) -> None:
         """Start again from weights that were changed from outside: copy them to the master weights, and set the moments
         to zero."""
-        self._onload()
+        self.memory.bring()
         self._optimizer.reload_model_params()
         for part in self._parts():
             part.optimizer.state.clear()
@@ -153,7 +158,7 @@ class NetworkOptimizer:
     def shards(self) -> Iterator[Shard]:
         """Yield the optimizer state itself, not a copy: writing to it restores a checkpoint. Moments that AdamW has not
         created yet are zero."""
-        self._onload()
+        self.memory.bring()
         for part in self._parts():
             for parameter, start, master in _masters(part):
                 state = part.optimizer.state[master]
@@ -191,14 +196,6 @@ class NetworkOptimizer:
         else:
             for group in part.optimizer.param_groups:
                 group["step"] = self._applied
-
-    def _held(self) -> HeldTensors:
-        return HeldTensors(list(self._network.parameters()), [], list(self.states()))
-
-    def _onload(self) -> None:
-        """Bring the states to the device, if they are not there."""
-        if self.memory:
-            self.memory.onload(everything=True)
 
     # -- internals -----------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -152,6 +152,14 @@ class Policy:
             optimizer.restore(counters[name])
 
     # -- one batch -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def around_update(self, batch: Batch, run_dir: Path) -> Iterator[None]:
+        """Enter what extensions put around the update of a batch."""
+        with ExitStack() as blocks:
+            for hooks in self._hooks.values():
+                blocks.enter_context(hooks.around_update(batch, run_dir))
+            yield
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Take the optimizer steps of one batch. Returns its statistics, which are the same on every rank. Of a batch

@@ -178,8 +178,6 @@ def main(folder: Path, layout: str) -> None:
         dtype = getattr(torch, trainer.dtype)
         assert all(tensor.equal(given[key].to(dtype).float()) for key, tensor in again.items())
         optimizer = NetworkOptimizer(trainer, network, 100)
-        if optimizer.memory:
-            optimizer.memory._stand_in = True
         out["logprobs"] = scored(network, parallel)
         with network.base():
             out["base_logprobs"] = scored(network, parallel)

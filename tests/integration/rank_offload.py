@@ -17,9 +17,9 @@ from torch import Tensor  # noqa: E402
 
 from asyncrl.algo.pack import Pack  # noqa: E402
 from asyncrl.config import TrainerConfig  # noqa: E402
+from asyncrl.extensions.offload.device_memory import DeviceMemory, HeldTensors  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
-from asyncrl.trainer.offload import DeviceMemory, HeldTensors  # noqa: E402
 from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.sharded import ShardedState  # noqa: E402

@@ -25,6 +25,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from torch import Tensor  # noqa: E402
 
 from asyncrl.config import Config, load, read  # noqa: E402
+from asyncrl.extensions.offload.device_memory import MovedStates  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.schema import Batch, Group  # noqa: E402
 from asyncrl.trainer.attention import PackedAttention  # noqa: E402
@@ -87,8 +88,8 @@ def updated(
     for offload in getattr(policy._hooks.get("offload"), "offloads", []):
         offload.stand_in, offload.least = True, 0
         counted_activations(offload)
-    if memory := policy.optimizer.memory:
-        memory._stand_in = True
+    if isinstance(policy.optimizer.memory, MovedStates):
+        policy.optimizer.memory.memory._stand_in = True
         counted_away(policy)
     batches = [in_parts(Batch(version, groups, {}), config.trainer.batch_parts) for version in range(2)]
     figures = [[policy.update(part) for part in batch][-1] for batch in batches]

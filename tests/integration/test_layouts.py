@@ -92,7 +92,7 @@ def traced(layout: list[str]) -> Iterator[tuple[list[str], list[tuple[str, Any]]
     from tests.extensions.observe.collector import collector
 
     with collector([200]) as (endpoint, taken):
-        yield [f"observe.endpoint={endpoint}", "trainer.profile=[2]"], taken
+        yield [f"observe.endpoint={endpoint}", "observe.profile=[2]"], taken
 
 
 def steps_are_measured_and_one_is_profiled(run_dir: Path, steps: list[dict[str, Any]]) -> None:

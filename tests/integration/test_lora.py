@@ -45,7 +45,7 @@ EXPERTS = ["experts", "latent"]
 STACKED = [*EXPERTS, "stacked"]
 SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "single": ({"optimizer.offload": True}, [*MODELS, *RECORDS]),
+    "single": ({}, [*MODELS, *RECORDS]),
     "full": ({"recompute.granularity": "full"}, list(MODELS)),
     "selective": ({"recompute.granularity": "selective", "recompute.modules": RECOMPUTED}, list(MODELS)),
     "tp2": ({"tensor_parallel": 2, "lora.rslora": True, "lora.alpha": ALPHA / RANK**0.5}, ["dense", "some"]),

@@ -52,5 +52,5 @@ def test_a_critic_is_trained_alike_with_overlapped_communication(tmp_path: Path)
 def test_offloaded_optimizer_trains_the_same_bits(dtype: str, tmp_path: Path) -> None:
     """Storages of the CPU are moved as those of a GPU would be, and the weights start anew after the first batch."""
     algo = {"trainer.dtype": dtype, **reusing(reset_every=1, reset_share=0.5)}
-    counts = run(tmp_path, "dp2", {"llama-tied": {"offload": {"optimizer.offload": True}}}, **algo)
+    counts = run(tmp_path, "dp2", {"llama-tied": {"offload": {".offload.optimizer": True}}}, **algo)
     assert counts["llama-tied"]["offload"]["away"] > 0

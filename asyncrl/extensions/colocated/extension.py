@@ -57,7 +57,7 @@ def _rules(config: Config) -> Iterator[Rule]:
     )
     yield "rollout.max_staleness", config.rollout.max_staleness > 1, why
     why = f"{TURNS} moves the optimizer's states away by itself, with everything else: set false."
-    yield "trainer.optimizer.offload", config.trainer.optimizer.offload, why
+    yield "offload.optimizer", value_of(config, "offload.optimizer"), why
     for name in NO_TURNS:
         why = f"SGLang cannot take turns ({TURNS}) with it: remove it."
         yield f"engine.server_args.{name}", config.engine.server_args.get(name) is not None, why

@@ -2,7 +2,7 @@
 memory, and give them back with each version.
 
     batch      the rollout side holds requests back, the engines release their memory               (hand_over.py)
-    update     everything comes to the device; afterwards all but the parameters leaves it          (trainer/offload.py)
+    update     everything comes to the device; afterwards all but the parameters leaves it          (offload)
     publish    the engines take memory for weights, which are sent; the parameters leave the device; the engines take
                their cache, and continue
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from asyncrl.engine.fleet import Fleet
 from asyncrl.extensions.colocated.hand_over import HandOver
+from asyncrl.extensions.offload.device_memory import DeviceMemory, HeldTensors
 from asyncrl.metrics.record import StepLog
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.trainer.gpu_sharing import GpuSharing
-from asyncrl.trainer.offload import DeviceMemory, HeldTensors
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.rank import Rank
 from asyncrl.weights.publish import StagedPublisher, VersionPublisher

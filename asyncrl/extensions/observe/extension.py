@@ -1,5 +1,5 @@
-"""What this folder adds: traces through engines and router, their export, /metrics of the rollout process, and a
-warning when the log-probabilities of engines and trainer drift apart."""
+"""What this folder adds: traces through engines and router, their export, /metrics of the rollout process, profiles of
+training steps, and a warning when the log-probabilities of engines and trainer drift apart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from asyncrl import extension
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.timelines.extension import settings_of
-from asyncrl.settings import Section
+from asyncrl.settings import Count, Section
 from asyncrl.user_code import can_import
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from asyncrl.launch.placement import Seat
     from asyncrl.launch.plan import ProcessSpec
     from asyncrl.network.addresses import Addresses
+    from asyncrl.trainer.policy import Policy
 
 NAME = "observe"
 EXPORTERS = "opentelemetry.exporter.otlp.proto"
@@ -39,6 +40,9 @@ class TraceSettings(Section):
     engines: bool = False
     """Make engines and router trace requests and send their spans to the rollout process, which records them in
     timeline/engines. Needs asyncrl[tracing], and costs the engines time for every request."""
+    profile: list[Count] = []  # noqa: RUF012
+    """Steps of which every rank writes a trace of torch's profiler into profile/ of the run folder, and on GPUs a
+    snapshot of its memory: [3, 10]. With batch_parts it is of the last part."""
 
 
 class TraceLaunch(extension.LaunchHooks):
@@ -163,6 +167,13 @@ class Observe(extension.Extension):
         from asyncrl.extensions.observe.gap import GapWatch
 
         return GapWatch(warn)
+
+    def trainer(self, policy: Policy) -> extension.TrainerHooks:
+        """Return what writes profiles, if some are asked for."""
+        from asyncrl.extensions.observe.profiles import Profiles
+
+        steps = self.settings.profile
+        return Profiles(steps, policy.parallel) if steps else extension.TrainerHooks()
 
     def player(self, config: Config, addresses: Addresses) -> extension.PlayerHooks:
         """Return the hooks in a process that plays episodes."""

@@ -1,4 +1,4 @@
-"""What this folder adds: activations in host memory between forward and backward."""
+"""What this folder adds: activations in host memory between forward and backward, and optimizers between steps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncrl.config import Config
+    from asyncrl.extensions.offload.activation_offload import ActivationOffload
     from asyncrl.trainer.network import Network
     from asyncrl.trainer.policy import Policy
 
@@ -23,6 +24,8 @@ class OffloadSettings(Section):
     activations: bool = False
     """Keep what layers save for backward in host memory until backward needs it, so that a rank holds the activations
     of two layers. With trainer.recompute.granularity=full these are their inputs only."""
+    optimizer: bool = False
+    """Keep master weights and moments in host memory, except during a step. Costs two copies of them per step."""
 
 
 class OffloadLaunch(LaunchHooks):
@@ -32,14 +35,29 @@ class OffloadLaunch(LaunchHooks):
         self._settings = settings
 
     def memory(self, config: Config) -> dict[str, int]:
-        """Return two layers: the one that runs, and the one whose activations move."""
-        return {"layers_held": 2} if self._settings.activations else {}
+        """Return two layers, the one that runs and the one whose activations move, and whether the optimizer's states
+        are on the device during a step alone."""
+        layers = {"layers_held": 2} if self._settings.activations else {}
+        return {**layers, "states_away": int(self._settings.optimizer)}
 
 
 class OffloadTrainer(TrainerHooks):
-    """Moves the activations of every network of a rank."""
+    """Moves the activations of every network of a rank, and the states of their optimizers."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, settings: OffloadSettings, policy: Policy) -> None:
+        self.offloads: list[ActivationOffload] = []
+        if settings.optimizer:
+            self._move_states(policy)
+        if settings.activations:
+            self._move_activations(policy)
+
+    def _move_states(self, policy: Policy) -> None:
+        from asyncrl.extensions.offload.device_memory import MovedStates
+
+        for network, optimizer in ((policy.network, policy.optimizer), *policy.others.values()):
+            optimizer.memory = MovedStates(network, optimizer)
+
+    def _move_activations(self, policy: Policy) -> None:
         from asyncrl.extensions.offload.activation_offload import ActivationOffload
 
         self.offloads = [ActivationOffload(partial(_resident, network)) for network in policy.networks()]
@@ -69,8 +87,8 @@ class Offload(Extension):
         return OffloadLaunch(self.settings)
 
     def trainer(self, policy: Policy) -> TrainerHooks:
-        """Return the hooks that move activations, if they are asked for."""
-        return OffloadTrainer(policy) if self.settings.activations else TrainerHooks()
+        """Return what moves activations and states, if they are asked for."""
+        return OffloadTrainer(self.settings, policy)
 
 
 Own = Offload

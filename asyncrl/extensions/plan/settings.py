@@ -44,6 +44,7 @@ def training_of(config: Config, *, gpu: bool) -> Training:
     adapters = adapters_of(trainer.lora, len(config.agents.adapters))
     refers = algo.kl.reference == "weights" and algo.measures_reference and adapters is None
     two_buckets = streams(config.weights, gpu=gpu) or config.sends_files
+    told = told_of_memory(config)
     return Training(
         dtype=trainer.dtype,
         tokens=max(trainer.micro_batch_tokens, config.rollout.max_new_tokens),
@@ -55,10 +56,10 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         fused_norms=gpu,
         recompute=recompute_of(trainer),
         moments=trainer.optimizer.moments_dtype,
-        offload=gpu and trainer.optimizer.offload,
-        layers_held=told_of_memory(config).get("layers_held", math.inf) if gpu else math.inf,
+        offload=gpu and bool(told.get("states_away")),
+        layers_held=told.get("layers_held", math.inf) if gpu else math.inf,
         fp8=trainer.fp8 is not None,
-        tower=bool(told_of_memory(config).get("tower_trained")),
+        tower=bool(told.get("tower_trained")),
         adapters=adapters,
         versions=config.serves_adapters,
     )

@@ -41,7 +41,7 @@ def colocated(**changes: Any) -> Config:
         ("weights.pause_mode", "in_place", "retract"),
         ("weights.transport", "distributed", "auto, tensor or disk"),
         ("weights.verify", False, "set true"),
-        ("trainer.optimizer.offload", True, "set false"),
+        ("offload.optimizer", True, "set false"),
         ("rollout.max_staleness", 2, "set 0"),
         ("engine.urls", ["http://127.0.0.1:1"], "remove them"),
         ("engine.device", "cpu", r"trainer.device \(auto\)"),

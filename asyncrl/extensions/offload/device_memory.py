@@ -1,5 +1,5 @@
-"""Offload of a trainer rank's memory while engines use its GPU (cluster.placement=colocated), and of the optimizer's
-states while passes need it (trainer.optimizer.offload).
+"""Offload of tensors of a trainer rank to host memory: of the optimizer's states while passes need the device
+(offload.optimizer), and of all that it holds for whoever wants the device (the extension `colocated`).
 
 Storages are moved, not tensors: a storage is copied to pinned host memory and shrunk to nothing, and later takes the
 same bytes back. Megatron's parameters, gradients and shards of the distributed optimizer are views of a few large
@@ -16,6 +16,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
+
+from asyncrl.trainer.network import Network
+from asyncrl.trainer.optimizer import NetworkOptimizer, StatesMemory
 
 
 class HeldTensors(NamedTuple):
@@ -93,6 +96,21 @@ class DeviceMemory:
             )
         host = self._hosts[key].copy_(_bytes_of(storage), non_blocking=True) if keep else None
         self._away[key] = _Away(storage, storage.nbytes(), host)
+
+
+class MovedStates(StatesMemory):
+    """The states of an optimizer in host memory between steps."""
+
+    def __init__(self, network: Network, optimizer: NetworkOptimizer) -> None:
+        self.memory = DeviceMemory(lambda: HeldTensors(list(network.parameters()), [], list(optimizer.states())))
+
+    def bring(self) -> None:
+        """Bring the states to the device, if they are not there."""
+        self.memory.onload(everything=True)
+
+    def leave(self) -> None:
+        """Move them to host memory."""
+        self.memory.offload(parameters=False)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
