@@ -20,7 +20,7 @@ from typing import Any
 
 from asyncrl import jsonl
 from asyncrl.config import read
-from asyncrl.engine.loads import SCRAPE_SECONDS
+from asyncrl.extensions.counters.counters import SCRAPE_SECONDS
 from asyncrl.extensions.observe.exposition import PrometheusMetrics
 from asyncrl.extensions.sinks.sinks import Sinks
 from asyncrl.extensions.timelines import files, reader

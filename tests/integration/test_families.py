@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.models import tiny, tiny_vision
+from asyncrl.extensions.vision import tiny as tiny_vision
+from asyncrl.models import tiny
 from asyncrl.models.families import choosing_biases, known_families, of_type
 from asyncrl.models.tiny import write_random_model
 from asyncrl.weights.folder import HFFolder

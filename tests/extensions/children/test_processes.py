@@ -12,7 +12,7 @@ from subprocess import PIPE
 import psutil
 import pytest
 
-from asyncrl import child
+from asyncrl.extensions.children import processes
 from asyncrl.extensions.children.processes import (
     KEPT_BYTES,
     ChildProcess,
@@ -101,7 +101,7 @@ def test_program_that_cannot_be_watched_is_not_left_running(monkeypatch: pytest.
         raise OSError("too many open files")
 
     async def main() -> None:
-        monkeypatch.setattr(child.os, "pidfd_open", refused)
+        monkeypatch.setattr(processes.os, "pidfd_open", refused)
         with pytest.raises(OSError, match="too many"):
             python("import time; time.sleep(99)")
         assert not psutil.pid_exists(started[0])
