@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from asyncrl.algo.table import LossRows, TokenTable
     from asyncrl.config import AuxiliaryModelConfig, Config
+    from asyncrl.engine.served import ServedWeights
     from asyncrl.engine.stream import Headers
     from asyncrl.errors import ConfigError
     from asyncrl.launch.checks.findings import Finding
@@ -41,8 +42,11 @@ if TYPE_CHECKING:
     from asyncrl.schema import Batch, Group, Prompt, Trajectory
     from asyncrl.trainer.batch_source import BatchSource
     from asyncrl.trainer.microbatches import Groups
+    from asyncrl.trainer.network import Transformation
     from asyncrl.trainer.policy import Policy
+    from asyncrl.trainer.publishers import Publishing
     from asyncrl.weights.checksum import SentWeights
+    from asyncrl.weights.publish import StagedPublisher
 
 
 class Pilot(Protocol):
@@ -108,16 +112,6 @@ class OfferedTransport:
 
 
 @dataclass(frozen=True)
-class OfferedBase:
-    """A format of the frozen weights below adapters."""
-
-    path: str
-    """Import path of its class (trainer/lora.py, BaseFormat), which is created with the name."""
-    bytes: float
-    """Bytes of an element, with its share of what it needs beside."""
-
-
-@dataclass(frozen=True)
 class OfferedMode:
     """A value of the setting `mode` beside those of the core."""
 
@@ -133,9 +127,9 @@ class OfferedMode:
 
 
 class LaunchHooks:
-    """What an extension does in the launcher of a run. The methods stand in the order of their calls. For `plan`, and
-    from `refuse` to `begins`, one object is asked, by launch/prepare.py; the others may be called on a new one each
-    time."""
+    """What an extension does in the launcher of a run. The methods stand in the order of their calls. For `plan`,
+    `resolved`, and from `refuse` to `begins`, one object is asked, by launch/prepare.py; the others may be called on a
+    new one each time."""
 
     plans: bool = False
     """Whether `plan` changes the settings, so that a job has to start before its processes can be placed."""
@@ -172,6 +166,12 @@ class LaunchHooks:
         `linear_bytes`, the bytes of an element of the layers' linear maps in an engine, and `tower_trained`, 1 if a
         tower beside the text model is trained. Called by whoever estimates memory."""
         return {}
+
+    def resolved(self, config: Config, model: dict[str, Any], gpus: int) -> Config:
+        """Return the settings with a choice for those of this extension that are auto. `model` is the content of its
+        config.json, `gpus` the number of each machine. Called once the model is found, before number formats are chosen
+        (launch/prepare.py)."""
+        return config
 
     def follows(self, config: Config) -> Path | None:
         """Return the folder of an earlier run whose number formats and layers this one takes where its own are auto.
@@ -248,10 +248,15 @@ class LaunchHooks:
 class EngineHooks:
     """What an extension does to the engines of the policy, and to those of teacher and judge."""
 
-    def arguments(self, config: Config) -> dict[str, Any]:
-        """Return further arguments of SGLang for the policy's engines, by name. Called in the launcher, for the command
-        line of each of them (launch/plan.py)."""
+    def arguments(self, config: Config, *, gpu: bool) -> dict[str, Any]:
+        """Return further arguments of SGLang for the policy's engines, by name; `gpu` says where they run. Called in
+        the launcher, for the command line of each of them (launch/plan.py)."""
         return {}
+
+    def keeps_versions(self, config: Config) -> bool:
+        """Return whether the engines hold several versions at once, each of which is loaded without a pause and answers
+        requests until it is unloaded (Extension.served). Called in each process of a run, which must all agree."""
+        return False
 
     def needs_weights(self, config: Config) -> bool:
         """Return whether the engines hold other weights than the model folder before the first step, so that they need
@@ -323,6 +328,11 @@ class TrainerHooks:
         """Return what the publisher sends to the engines in place of these weights, which may be those of another
         extension. Called once, when the publisher is built (trainer/publishers.py)."""
         return weights
+
+    def publisher(self, publishing: Publishing) -> tuple[StagedPublisher, str] | None:
+        """Return what publishes versions, and the reason for it, in place of the publisher of all weights; None to
+        leave it to others. Called once, before the first batch (trainer/publishers.py)."""
+        return None
 
     def state(self) -> bytes | None:
         """Return what a checkpoint keeps; None if nothing has to be kept. Called for each checkpoint. Only that of rank
@@ -452,8 +462,6 @@ class Extension:
     `builtin:` in model.path."""
     transports: ClassVar[Mapping[str, OfferedTransport]] = {}
     """Transports of new weights by their name in weights.transport."""
-    bases: ClassVar[Mapping[str, OfferedBase]] = {}
-    """Formats of the frozen base by their name in trainer.lora.base."""
     clusters: ClassVar[Mapping[str, str]] = {}
     """Import paths of subclasses of launch.cluster.Cluster by their name in cluster.launcher."""
     flags: ClassVar[Mapping[str, str]] = {}
@@ -485,7 +493,8 @@ class Extension:
     references: ClassVar[Sequence[str]] = ()
     """Columns of the token table that it fills and that algo.kl.reference may name."""
     enables: ClassVar[Sequence[str]] = ()
-    """Settings of the core that need it: of an engine's shape, to be above 1 (launch/checks/model.py), and `record`."""
+    """Settings of the core that need it: of an engine's shape, to be above 1, and `trainer.lora.rank`
+    (launch/checks/model.py), and `record`."""
     platform: ClassVar[str] = ""
     """Import path of a Platform for machines without GPUs (platforms.py), of an extension that need not be named."""
 
@@ -521,6 +530,11 @@ class Extension:
         has its default settings."""
         return EngineHooks()
 
+    def transformation(self, config: Config) -> Transformation | None:
+        """Return what the policy trains in place of the model folder's weights; None to leave it to others. Called on
+        each trainer rank once, before the model is built (trainer/policy.py)."""
+        return None
+
     def trainer(self, policy: Policy) -> TrainerHooks:
         """Return the hooks on a trainer rank. Called on each of them once, when its networks hold the weights of the
         model folder (trainer/policy.py). Blocks around a network's micro-batches are added to its `around_forward`,
@@ -549,6 +563,11 @@ class Extension:
     def rollout(self) -> RolloutHooks:
         """Return the hooks in the rollout process. Called there once (rollout/build.py)."""
         return RolloutHooks()
+
+    def served(self, config: Config, addresses: Addresses) -> ServedWeights | None:
+        """Return what chooses which of the versions or models that the engines hold answers a request; None to leave it
+        to others. Called once in each process that plays episodes, and in the rollout process (rollout/parts.py)."""
+        return None
 
     def player(self, config: Config, addresses: Addresses) -> PlayerHooks:
         """Return the hooks in a process that plays episodes. Called in each of them once (rollout/parts.py)."""

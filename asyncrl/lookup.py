@@ -76,14 +76,20 @@ def followed(config: Config) -> list[Path]:
     return [folder for folder in every if folder is not None]
 
 
-def engine_arguments(config: Config) -> dict[str, Any]:
+def engine_arguments(config: Config, *, gpu: bool) -> dict[str, Any]:
     """Return the arguments that all extensions add to those of the policy's engines."""
-    return {name: value for one in active(config).values() for name, value in one.engine().arguments(config).items()}
+    every = (one.engine().arguments(config, gpu=gpu) for one in active(config).values())
+    return {name: value for arguments in every for name, value in arguments.items()}
 
 
 def needs_weights(config: Config) -> bool:
     """Return whether the engines of some extension need the trainers' weights before the first step."""
     return any(one.engine().needs_weights(config) for one in active(config).values())
+
+
+def keeps_versions(config: Config) -> bool:
+    """Return whether the engines hold several versions at once."""
+    return any(one.engine().keeps_versions(config) for one in active(config).values())
 
 
 def step_listeners(
@@ -120,7 +126,7 @@ def shared(config: Config, placement: Placement) -> dict[str, dict[str, str]]:
 
 
 def offered(table: str, named: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return what extensions offer in a table of their classes (tasks, rewards, advantages, bases, ...), by
+    """Return what extensions offer in a table of their classes (tasks, rewards, advantages, ...), by
     name: those that need not be named, and with `named` also those that the setting names."""
     return {name: one for kind in classes(named or {}).values() for name, one in getattr(kind, table).items()}
 

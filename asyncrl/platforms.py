@@ -37,8 +37,6 @@ class Platform:
     """SGLang's arguments of every engine. They replace the run's own, and engine.server_args replaces them."""
     deterministic_arguments: ClassVar[Mapping[str, Any]] = {}
     """Further arguments with which an answer depends on weights, prompt and seed alone."""
-    lora_backend: ClassVar[str | None] = None
-    """SGLang's argument for kernels of adapters; None for its own choice."""
 
     def engine_environment(self, ranks: int) -> dict[str, str]:
         """Return the environment of an engine of so many ranks."""

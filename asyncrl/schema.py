@@ -7,7 +7,6 @@ trajectory  one episode: one or more turns, and its reward
 sample      a sequence of turns of a trajectory, each of which continues the tokens of the previous one
 fork        a point where an episode continues in several branches; its reward is the mean over them
 role        an actor in an episode with several; each has its own samples, rewards and siblings
-adapter     low-rank matrices beside the frozen weights (trainer.lora); roles may have adapters of their own
 group       the trajectories of one prompt
 image       a PNG file, already of the size that the model reads; its name is the SHA-256 of the file (images.py)
 placeholder the one token id that stands for an image, wherever the engine's and the trainer's many are not meant
@@ -37,6 +36,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+POLICY = "policy"
+"""Name of what is trained, and of what answers requests, unless an extension has several such."""
 Identity = tuple[tuple[int, ...], tuple[bytes, ...], Any]
 """Identity of a question: the rendered text, its images, and the seed if there is one."""
 

@@ -190,9 +190,10 @@ def published(way: str, quick: bool) -> dict[str, float]:
     """Publish to one engine in one way."""
     import torch
 
-    from asyncrl.engine.adapters import InUse, ServedAdapters, adapter_names
     from asyncrl.engine.client import ClientSettings, GenerationClient
+    from asyncrl.engine.served import InUse
     from asyncrl.engine.stream import GenerateEndpoint
+    from asyncrl.extensions.lora.served import ServedAdapters, adapter_names
     from tests.integration import adapters, publisher
     from tests.integration.fleet import engines
 
@@ -216,12 +217,12 @@ def published(way: str, quick: bool) -> dict[str, float]:
                     retry_timeout=60.0,
                     coalesce=False,
                 ),
-                adapters=ServedAdapters(names=adapter_names(config, "bench")),
+                served=ServedAdapters(names=adapter_names(config, "bench")),
             )
 
             async def announced(version: int) -> InUse:
                 client.inflight.release(version)
-                return client.inflight.adapters.in_use(version)
+                return client.inflight.served.in_use(version)
 
             def announce(version: int) -> InUse:
                 return asyncio.run_coroutine_threadsafe(announced(version), loop).result(60)

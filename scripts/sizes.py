@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 from asyncrl import config as configuration
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.lora.choice import choose_lora
 from asyncrl.extensions.plan import memory, shapes, sizing
 from asyncrl.extensions.plan.settings import layout_of, served_adapters, told_of_memory, training_of
 from asyncrl.extensions.plan.shapes import Shape, shape_of
@@ -35,7 +36,6 @@ from asyncrl.launch.compose import find_further_confs
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import imagined, place
 from asyncrl.launch.precision import assumed
-from asyncrl.weights.choice import choose_lora
 
 DOCS = Path(__file__).parent.parent / "results" / "sizes.md"
 BEGIN, END = "<!-- sizes: written by scripts/sizes.py -->\n", "<!-- end of sizes -->\n"

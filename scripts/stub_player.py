@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from asyncrl.engine.adapters import InUse
+from asyncrl.engine.served import InUse
 from asyncrl.extensions.processes import wire
 from asyncrl.extensions.recording.events import compressed
 from asyncrl.observability.intervals import DECODE, PREFILL, REWARD, Interval
@@ -85,7 +85,7 @@ class StubPlayer:
         episode = wire.RunningEpisode(0, DECODE, "", 0.1)
         running = {group: [episode] * rollout_processes.SIZE for group in self._running}
         counts = wire.Counts({"training": self._received}, 0, 0, {"seconds_busy": 0.0}, {}, {}, {})
-        self._channel.send(wire.Report(confirms, counts, running, InUse([], {})))
+        self._channel.send(wire.Report(confirms, counts, running, InUse()))
 
 
 def _played(tokens: int, number: int) -> Trajectory:

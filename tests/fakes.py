@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import fields
 from functools import cache
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -26,9 +25,9 @@ from pydantic import Field
 
 from asyncrl import config as configuration
 from asyncrl.config import AuxiliaryModelConfig, Config
-from asyncrl.engine.adapters import ServedAdapters
 from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.inflight import EngineStats
+from asyncrl.engine.served import ServedWeights
 from asyncrl.engine.session import GenerationSession
 from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.extension import Extension, OfferedMode
@@ -366,10 +365,9 @@ class FakeEngine:
 
 
 def client_of(endpoint: GenerateEndpoint, settings: dict[str, Any], headers: Headers = no_headers) -> GenerationClient:
-    """The client with these settings: those of ServedAdapters, and those of ClientSettings."""
-    adapters = {field.name: settings[field.name] for field in fields(ServedAdapters) if field.name in settings}
-    others = {name: value for name, value in settings.items() if name not in adapters}
-    return GenerationClient(endpoint, ClientSettings(**others), headers, ServedAdapters(**adapters))
+    """The client with these settings: what answers, as `served`, and those of ClientSettings."""
+    served = settings.pop("served", None)
+    return GenerationClient(endpoint, ClientSettings(**settings), headers, served)
 
 
 def echo(tokens: int = 3, **meta: Any) -> Callable[[dict[str, Any]], bytes]:
@@ -421,7 +419,7 @@ class FakeClient:
         self.tokens: Counter[str] = Counter()
         self.late_tokens = 0
         self.figures = EngineStats()
-        self.adapters = ServedAdapters()
+        self.served = ServedWeights()
 
     def generate(
         self,
@@ -430,7 +428,7 @@ class FakeClient:
         group: str = "",
         purpose: str = "training",
         sample: str = "",
-        adapter: int | None = None,
+        pinned: int | None = None,
         born: int | None = None,
     ) -> FakeSession:
         return FakeSession(self, self._answer, self._waste, purpose)

@@ -72,25 +72,6 @@ def test_what_cannot_be_repeated_is_not_called_deterministic() -> None:
     tiny_config(deterministic=True, **GIVEN)  # batches are given
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "remedy"),
-    [
-        ("weights.transport", "distributed", "set auto, tensor or disk"),
-        ("trainer.lora.targets", ["q_proj"], "needs q_proj with v_proj|no q_proj without v_proj"),
-        ("trainer.lora.targets", ["k_proj", "v_proj"], "no k_proj without q_proj"),
-        ("trainer.lora.targets", ["up_proj"], "no up_proj without gate_proj"),
-        ("trainer.lora.targets", ["q_a_proj"], "choose among them"),
-        ("rollout.max_staleness", 40, "Engines would hold 43 adapters"),
-    ],
-)
-def test_what_does_not_fit_adapters_in_the_engines_is_refused(field: str, value: Any, remedy: str) -> None:
-    settings: dict[str, Any] = {"trainer.lora.rank": 4, field: value}
-    found = refusal(**settings, **{"weights.lora": "versions"})
-    assert found.field == field
-    assert re.search(remedy, found.remedy)
-    tiny_config(**settings, **{"weights.lora": "merged"})
-
-
 def test_only_what_trains_has_checkpoints() -> None:
     assert refusal(**ALONE, **{"checkpoint.every": 2}).field == "checkpoint.every"
     tiny_config(resume="auto", **GIVEN, **{"checkpoint.every": 2})
@@ -487,12 +468,6 @@ def test_dispatcher_without_kernels_or_experts_is_refused(
             "recompute.modules",
             "no such module",
         ),
-        (
-            MOE,
-            {"recompute.granularity": "selective", "recompute.modules": ["moe_act"], "lora.rank": 4, **GROUPED},
-            "recompute.modules",
-            "without trainer.lora",
-        ),
     ],
 )
 def test_impossible_recomputation_and_stages_are_refused(
@@ -636,14 +611,6 @@ def test_without_engines_only_their_position_limit_holds() -> None:
         check_model(tiny_config(), dense)
     with pytest.raises(ConfigError, match="context_length=16384"):
         check_model(given, MINISTRAL)
-
-
-def test_adapters_of_fused_layers_are_refused() -> None:
-    phi = {**LLAMA, "architectures": ["Phi3ForCausalLM"]}
-    check_model(tiny_config(), phi)
-    with pytest.raises(ConfigError, match="fused layers") as caught:
-        check_model(tiny_config(**{"trainer.lora.rank": 4, "trainer.lora.alpha": 4}), phi)
-    assert caught.value.field == "trainer.lora.rank"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,6 @@ from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import question_of
 from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.tasks import Task, build, build_all
-from asyncrl.weights.choice import choose_lora
 from asyncrl.weights.transports import build_transport
 from tests.fakes import GIVEN, FakeTemplate, addresses, compose_values, tiny_config, tiny_values
 from tests.launch.checks.worlds import machine, nodes, placed
@@ -295,7 +294,7 @@ PATCHES = """
 from asyncrl.extension import EngineHooks, Extension
 
 class Hooks(EngineHooks):
-    def arguments(self, config):
+    def arguments(self, config, *, gpu):
         return {"sampling_backend": "pytorch", "num_reserved_decode_tokens": config.run.max_steps}
 
     def install(self, argv):
@@ -361,8 +360,8 @@ class Narrow(Extension):
     Settings = Settings
 
     def check(self, config):
-        if config.serves_adapters:
-            yield ConfigError("narrow.bytes", self.settings.bytes, "Not with adapters.")
+        if self.settings.bytes == 0:
+            yield ConfigError("narrow.bytes", 0, "Set 1.")
 
     def launch(self):
         return Launch()
@@ -394,36 +393,6 @@ def test_models_and_gpus_are_shown_to_extensions_before_a_start(narrow: Any) -> 
     with pytest.raises(ConfigError, match="Another GPU") as refused:
         check_gpu_kinds(narrow(), placed(narrow(), 1, 2).engines[0], nodes(narrow(), 1, 2), [known])
     assert refused.value.value == known.gpus[1].name
-
-
-def test_adapters_are_merged_where_versions_are_refused(narrow: Any) -> None:
-    llama = {"architectures": ["LlamaForCausalLM"]}
-    config = narrow(**{"trainer.lora.rank": 4})
-    resolved, why = choose_lora(config, llama, 8)
-    assert (resolved.weights.lora, why) == ("merged", "merged (narrow.bytes=None does not fit versions)")
-    assert choose_lora(tiny_config(**{"trainer.lora.rank": 4}), llama, 8)[0].weights.lora == "versions"
-
-
-BASES = """
-from asyncrl.extension import Extension, OfferedBase
-
-
-class Own(Extension):
-    bases = {"thin": OfferedBase("thin:Own", 0.25)}
-"""
-
-
-def test_base_of_an_extension_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes: dict[str, Any] = {"trainer.lora.rank": 4, "trainer.lora.base": "thin"}
-    with pytest.raises(ConfigError, match="Must be one of none") as refused:
-        tiny_config(**changes)
-    assert refused.value.field == "trainer.lora.base"
-    (tmp_path / "thin.py").write_text(BASES)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(lookup, "installed", lambda: {"thin": "thin:Own"})
-    config = tiny_config(**changes)
-    assert config.changes_base
-    assert lookup.offered("bases")["thin"].bytes == 0.25
 
 
 class Asking(extension.Extension):

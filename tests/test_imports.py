@@ -78,21 +78,21 @@ ONLY = {
     ("launch", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
     ("rollout", "models"): {"models.architectures", "models.families"},
     ("rollout", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
-    ("launch", "weights"): {"weights.choice", "weights.peft_config"},
+    ("launch", "weights"): {"weights.choice"},
     ("launch", "rollout"): {"rollout.agent"},
     ("launch", "models"): {"models.catalog", "models.architectures", "models.families", "models"},
     ("rollout", "engine"): {
-        *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads"),
+        *("engine.served", "engine.client", "engine.inflight", "engine.router", "engine.loads"),
         *("engine.session", "engine.stop_strings", "engine.stream"),
     },
-    ("weights", "engine"): {"engine.adapters", "engine.fleet", "engine.update", "engine.server"},
+    ("weights", "engine"): {"engine.served", "engine.fleet", "engine.update", "engine.server"},
     ("engine", "observability"): {"observability.intervals"},
     ("launch", "observability"): {"observability.timeline"},
     ("envs", "observability"): {"observability.intervals"},
     ("trainer", "observability"): {"observability.timeline"},
     ("trainer", "models"): {"models.architectures", "models.families", "models.parts"},
     ("weights", "models"): {"models.families", "models.family", "models.parts", "models"},
-    ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.update"},
+    ("trainer", "engine"): {"engine.served", "engine.fleet", "engine.update"},
 }
 HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.samples import Sample
-from asyncrl.config.roles import POLICY
+from asyncrl.schema import POLICY
 
 WORTH = 16
 """Maximum number of rows attending to a separate segment for each token that the separation saves. Such a row costs
@@ -63,7 +63,7 @@ class Pack:
     image_rows: Tensor | None = None  # [M] int64, these rows, counted from the first that this rank embeds
     image_places: Tensor | None = None  # [M] int64, which of all tokens of `images` stands there
     keys: Tensor | None = None  # [N] int64 on the host, each token's index in algo/routing_replay_index.py, or -1
-    adapter: str = POLICY  # that computes with it
+    model: str = POLICY  # that computes it, of several that are trained
 
     @property
     def num_tokens(self) -> int:

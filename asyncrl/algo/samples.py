@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.table import TokenTable
-from asyncrl.config.roles import POLICY
-from asyncrl.schema import Group, Turn
+from asyncrl.schema import POLICY, Group, Turn
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Sample:
     images: tuple[str, ...] = ()  # names, in the order of the placeholders that the policy did not write
     rope: np.ndarray | None = None  # [3, P + T] position in time, height and width, if there are images
     keys: Tensor | None = None  # [P + T - 1] int64, index in algo/routing_replay_index.py of each input token's experts
-    adapter: str = POLICY  # that of its role
+    model: str = POLICY  # that it trains, of several
 
     @property
     def num_trained(self) -> int:
@@ -48,22 +47,21 @@ class Sample:
         return len(self.prompt_ids) + len(self.mask) - 1 - after
 
 
-def build_samples(
-    groups: Sequence[Group], adapter_of: Callable[[str], str] = lambda role: POLICY
-) -> list[list[Sample]]:
-    """Return the samples of each group, in the order of `build_table`. `adapter_of` returns the adapter of a role."""
+def build_samples(groups: Sequence[Group], model_of: Callable[[str], str] = lambda role: POLICY) -> list[list[Sample]]:
+    """Return the samples of each group, in the order of `build_table`. `model_of` returns the model that a
+    role trains."""
     found: list[list[Sample]] = []
     number = row = 0
     for group in groups:
         found.append([])
         for turns in (turns for trajectory in group.trajectories for turns in trajectory.samples()):
-            adapter = adapter_of(turns[0][1].role)
-            found[-1].append(_sample(group, [turn for _, turn in turns], number, row, adapter))
+            model = model_of(turns[0][1].role)
+            found[-1].append(_sample(group, [turn for _, turn in turns], number, row, model))
             number, row = number + 1, row + found[-1][-1].num_trained
     return found
 
 
-def _sample(group: Group, turns: Sequence[Turn], number: int, row: int, adapter: str) -> Sample:
+def _sample(group: Group, turns: Sequence[Turn], number: int, row: int, model: str) -> Sample:
     """Build one sample. If it starts a new context, that context replaces the prompt."""
     prompt_ids, images = group.prompt_ids, group.prompt_images
     token_ids: list[int] = []
@@ -75,7 +73,7 @@ def _sample(group: Group, turns: Sequence[Turn], number: int, row: int, adapter:
         images = [*images, *turn.images]
         token_ids += [*observation, *turn.completion.token_ids]
         mask += [False] * len(observation) + [True] * len(turn.completion.token_ids)
-    return Sample(prompt_ids, token_ids, mask, number, row, tuple(images), adapter=adapter)
+    return Sample(prompt_ids, token_ids, mask, number, row, tuple(images), model=model)
 
 
 def shares(table: TokenTable, samples: Iterable[Sample], aggregation: str, longest: int) -> Tensor:
@@ -87,14 +85,14 @@ def shares(table: TokenTable, samples: Iterable[Sample], aggregation: str, longe
     constant: loss = sum over tokens / (N_episodes * longest)      (Dr. GRPO, arXiv 2503.20783)
 
     The denominator counts every token, or every episode that has one, whether it will have a gradient or not. The
-    division of an episode into samples changes no weight. Each adapter has a denominator of its own, as if it were
+    division of an episode into samples changes no weight. Each model has a denominator of its own, as if it were
     trained alone.
     """
-    by_adapter: dict[str, list[int]] = defaultdict(list)
+    by_model: dict[str, list[int]] = defaultdict(list)
     for sample in samples:
-        by_adapter[sample.adapter].append(sample.number)
+        by_model[sample.model].append(sample.number)
     weights = torch.zeros(table.num_tokens, dtype=torch.float64)
-    for numbers in by_adapter.values():
+    for numbers in by_model.values():
         weights += _shares(table, numbers, aggregation, longest)
     return weights
 

@@ -174,9 +174,9 @@ class Config(Section):
         return USABLE - (self.engine_fraction or 0.0) if self.cluster.placement == "shared" else None
 
     @property
-    def serves_adapters(self) -> bool:
-        """Return whether every version is an adapter of its own in the engines. Requires a resolved weights.lora."""
-        return self.trainer.lora.rank is not None and self.weights.lora == "versions" and self.mode == "train"
+    def keeps_versions(self) -> bool:
+        """Return whether engines hold several versions at once. What settings leave to extensions must be resolved."""
+        return lookup.keeps_versions(self)
 
     @property
     def transport(self) -> extension.OfferedTransport | None:
@@ -202,14 +202,7 @@ class Config(Section):
     def changes_base(self) -> bool:
         """Return whether the engines' policy differs from the model folder before the first step, so that they need
         weights of the trainers first."""
-        lora = self.trainer.lora
-        adapted = lora.rank is not None and (lora.path is not None or lora.base != "none")
-        return self.mode == "train" and (adapted or lookup.needs_weights(self))
-
-    def past_versions(self, version: int) -> dict[str, list[int]]:
-        """Return the past versions of each adapter that episodes may use while `version` is the newest."""
-        bound = self.rollout.max_staleness
-        return {adapter: past.needed(version, bound) for adapter, past in self.agents.past.items()}
+        return self.mode == "train" and lookup.needs_weights(self)
 
     def group_size(self, name: str) -> int:
         """Return the number of completions per prompt of this task."""

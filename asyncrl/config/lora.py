@@ -1,20 +1,13 @@
-"""Configuration of the adapters of parameter-efficient training (LoRA, arXiv 2106.09685), and of the engines that serve
-them (weights.lora=versions)."""
+"""Configuration of the adapters of parameter-efficient training (LoRA, arXiv 2106.09685)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import model_validator
 
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Count, Positive, Section, Share
-
-if TYPE_CHECKING:
-    from asyncrl.config import Config
-
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Linear layers of a dense model, by their names in HF, in PEFT and in SGLang."""
 
 
 class LoraConfig(Section):
@@ -54,25 +47,3 @@ class LoraConfig(Section):
         """Return the factor of the adapters' output."""
         assert self.rank is not None, "trainer.lora.rank is unset"
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
-
-
-def adapter_targets(lora: LoraConfig) -> list[str]:
-    """Return the projections that have an adapter."""
-    return list(LINEARS) if lora.targets == "all" else list(lora.targets)
-
-
-def resident_adapters(config: Config) -> int:
-    """Return the maximum number of adapters in an engine.
-
-    Running groups were admitted at most max_staleness versions ago (rollout/buffer.py), so they use max_staleness + 1
-    versions; the next one is loaded beside them, and an evaluation keeps the one that it began with. Past versions that
-    play roles are as many as these groups can have drawn beside the versions above.
-    """
-    evaluated = bool(config.eval_sets)
-    past = sum(past.keep + evaluated for past in config.agents.past.values())
-    return (config.rollout.max_staleness + 2 + evaluated) * len(config.agents.adapters) + past
-
-
-def engine_slots(config: Config) -> int:
-    """Return the number of adapters that an engine has memory for. The base counts as one."""
-    return resident_adapters(config) + 1

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from asyncrl.errors import ConfigError
+from asyncrl.schema import POLICY
 from asyncrl.settings import Count, Name, Section
-
-POLICY = "policy"
-"""The adapter of roles that agents.roles does not name."""
 
 
 class PastConfig(Section):

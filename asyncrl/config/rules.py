@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 from asyncrl import lookup
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageTraits
 from asyncrl.algo.loss import LOSSES, LossTraits
-from asyncrl.config.lora import LINEARS, adapter_targets, resident_adapters
-from asyncrl.config.roles import POLICY
 from asyncrl.config.running import TRANSPORTS, USABLE
 from asyncrl.settings import Choice, Rule, require, value_of
 
@@ -31,8 +29,6 @@ def check_settings(config: Config) -> None:
         _batch_parts,
         _overlap,
         _shared_gpus,
-        _roles,
-        _adapters,
         _tasks,
         _group_sizes,
     ):
@@ -78,7 +74,6 @@ def _extended(config: Config) -> Iterator[Rule]:
     for field, own, others in (
         ("mode", ("train",), lookup.offered("modes", config.extensions)),
         ("weights.transport", TRANSPORTS, lookup.offered("transports", config.extensions)),
-        ("trainer.lora.base", ("none",), lookup.offered("bases")),
         ("cluster.launcher", ("local",), lookup.offered("clusters", config.extensions)),
         ("cluster.placement", ("separate", "shared"), lookup.offered("placements", config.extensions)),
         ("algo.kl.reference", ("weights",), references),
@@ -219,8 +214,6 @@ def _batch_parts(config: Config) -> Iterator[Rule]:
     yield "algo.mini_batches", algo.mini_batches > 1, f"Parts are accumulated into a single step. {WHOLE}"
     yield "algo.epochs", algo.epochs > 1, f"Parts are accumulated into a single step. {WHOLE}"
     yield "algo.shaping.normalize", algo.shaping.normalize, f"It needs the whole batch. {WHOLE}"
-    adapters = list(config.agents.adapters)
-    yield "agents.roles", adapters, len(adapters) > 1, f"Every adapter has its own denominator. {WHOLE}"
     why = f"What is dropped is decided when a batch is complete. {WHOLE}"
     yield "rollout.over_age", config.rollout.over_age == "drop", why
     why = f"Timing decides which groups a part consists of. {WHOLE}"
@@ -250,9 +243,6 @@ def _overlap(config: Config) -> Iterator[Rule]:
     off = ", or set weights.overlap=false."
     why = f"No weights are published without a trainer (weights.overlap): set mode=train{off}"
     yield "mode", not config.trains, why
-    adapters = config.mode == "train" and (config.serves_adapters or config.agents.need_versions)
-    why = f"Adapters as versions of their own are published without a pause (weights.overlap): set merged{off}"
-    yield "weights.lora", adapters, why
     why = f"The weights must be copied before the trainer changes them (weights.overlap): set full or auto{off}"
     yield "weights.staging", weights.staging == "stream", why
     field, lead = "rollout.lead" if rollout.max_staleness else "rollout.max_staleness", rollout.effective_lead
@@ -279,66 +269,6 @@ def _shared_gpus(config: Config) -> Iterator[Rule]:
     yield "engine.device", config.engine.device != device, why
     why = f"With {placed} the trainers get what is left of {USABLE}: set less."
     yield "engine.memory_fraction", room is not None and room <= 0, why
-
-
-# -- adapters and their roles ----------------------------------------------------------------------------------
-
-NEEDS = (("q_proj", "v_proj"), ("v_proj", "q_proj"), ("k_proj", "q_proj"), ("up_proj", "gate_proj"))
-"""Projections, each with another one without which SGLang (0.5.21, lora/lora.py) refuses or ignores it."""
-MOST_RESIDENT = 32
-"""Maximum number of resident adapters: an engine holds memory for the largest of them that many times."""
-VERSIONS = "weights.lora=versions"
-
-
-def _roles(config: Config) -> Iterator[Rule]:
-    """Yield the rules of roles whose adapters must be trained and served."""
-    roles = config.agents.roles
-    for name, role in roles.items():
-        if role.past is None:
-            continue
-        field, shown = f"agents.roles.{name}.past", role.past.model_dump()
-        others = [one for one in roles.values() if one.adapter == role.adapter]
-        why = f"No role trains the adapter {role.adapter}: name one, or set another agents.roles.{name}.adapter."
-        yield field, shown, role.adapter != POLICY and all(one.past for one in others), why
-        why = f"Other roles play past versions of {role.adapter} with other settings: make them equal."
-        yield field, shown, any(one.past not in (None, role.past) for one in others), why
-    if not config.trains or not config.agents.need_versions:
-        return
-    why = "Roles have LoRA adapters (agents.roles): set a rank."
-    yield "trainer.lora.rank", config.trainer.lora.rank is None, why
-    why = (
-        "Engines hold one set of merged weights, but roles have several adapters or past versions (agents.roles): "
-        "set weights.lora=versions."
-    )
-    yield "weights.lora", config.weights.lora == "merged", why
-    overlaps = config.trainer.overlap_grad_reduce and len(config.agents.adapters) > 1
-    why = "The gradients of several adapters (agents.roles) are reduced after the passes of the last: set false."
-    yield "trainer.overlap_grad_reduce", overlaps, why
-
-
-def check_adapters(config: Config) -> None:
-    """Refuse settings that do not fit adapters in the engines. Raises ConfigError."""
-    require(config, _adapters(config))
-
-
-def _adapters(config: Config) -> Iterator[Rule]:
-    """Yield the rules of engines that serve adapters."""
-    if not (config.serves_adapters or (config.agents.need_versions and config.mode == "train")):
-        return
-    targets, resident = set(adapter_targets(config.trainer.lora)), resident_adapters(config)
-    otherwise = "remove agents.roles" if config.agents.need_versions else "set weights.lora=merged"
-    why = f"With {VERSIONS} adapters travel through shared memory or as files: set auto, tensor or disk."
-    yield "weights.transport", config.weights.transport not in ("auto", "tensor", "disk"), why
-    why = f"With {VERSIONS} engines serve adapters of {', '.join(LINEARS)}: choose among them, or {otherwise}."
-    yield "trainer.lora.targets", not targets <= set(LINEARS), why
-    why = (
-        "SGLang fuses projections and takes no k_proj without q_proj, no q_proj without v_proj, and no up_proj without "
-        f"gate_proj ({VERSIONS}): add them, or {otherwise}."
-    )
-    lacks = any(needed not in targets for present, needed in NEEDS if present in targets)
-    yield "trainer.lora.targets", lacks, why
-    why = f"Engines would hold {resident} adapters, more than {MOST_RESIDENT} ({VERSIONS}): lower it, or {otherwise}."
-    yield "rollout.max_staleness", resident > MOST_RESIDENT, why
 
 
 # -- tasks and groups ------------------------------------------------------------------------------------------

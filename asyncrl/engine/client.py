@@ -19,8 +19,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.engine.adapters import ServedAdapters
 from asyncrl.engine.inflight import CacheKey, InFlight
+from asyncrl.engine.served import ServedWeights
 from asyncrl.engine.session import GenerationSession, PartialAnswer, Purpose, Request, seed_of
 from asyncrl.engine.stop_strings import StopStrings
 from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
@@ -123,15 +123,15 @@ class GenerationClient:
         http: GenerateEndpoint,
         settings: ClientSettings,
         headers: Headers = no_headers,
-        adapters: ServedAdapters | None = None,
+        served: ServedWeights | None = None,
     ) -> None:
-        """`headers` makes further headers of a request; `adapters` chooses what answers it."""
+        """`headers` makes further headers of a request; `served` chooses what answers it."""
         self._http = http
         self._settings = settings
-        self.inflight = InFlight(http, settings, headers, adapters or ServedAdapters())
+        self.inflight = InFlight(http, settings, headers, served or ServedWeights())
         self.temperature = settings.temperature
         self._context = settings.context
-        self._coalesce = settings.coalesce and settings.seed is None
+        self._coalesce = settings.coalesce and settings.seed is None and self.inflight.served.shared
         self._spread = SiblingSpread(settings.spread)
         self._serial = itertools.count()
         self._waiting: dict[tuple, list[Request]] = {}
@@ -144,13 +144,13 @@ class GenerationClient:
         group: str = "",
         purpose: Purpose = "training",
         sample: str = "",
-        adapter: int | None = None,
+        pinned: int | None = None,
         born: int | None = None,
     ) -> GenerationSession:
         """Return a session for one episode. A temperature of 0 is greedy.
 
         Siblings have the same `group`, which was admitted at version `born` (unset: the newest); `sample` names each of
-        them. The caller holds the version that it gives as `adapter` (engine/adapters.py).
+        them. The caller holds the version that it gives as `pinned` (engine/served.py).
         """
         seed = self._settings.seed
         return GenerationSession(
@@ -161,7 +161,7 @@ class GenerationClient:
             None if seed is None else seed_of(f"{seed} {purpose} {sample}"),
             sample=sample,
             born=self.inflight.version if born is None else born,
-            adapter=adapter,
+            pinned=pinned,
         )
 
     def resume(self, group: str, sample: str, born: int, received: int, said: list[Exchange]) -> GenerationSession:
@@ -209,7 +209,7 @@ class GenerationClient:
             session.routing_key = session.sample if alone else session.group
         stops = self._settings.stop.and_also(stop) if stop else self._settings.stop
         request = Request(session, token_ids, limit, session.next_seed, role, session.purpose, images, added, stops)
-        self.inflight.adapters.assign(request, self.inflight.version)
+        self.inflight.served.assign(request, self.inflight.version)
         request.shape = self._settings.routing if request.purpose == "training" else None
         session.requests.append(request)
         request.future = loop.create_future()
@@ -222,9 +222,9 @@ class GenerationClient:
             key: tuple = (next(self._serial),)
             shares = self._coalesce and not request.stop.texts
             if shares and session.temperature > 0 and session.routing_key == session.group:
-                served_by = request.name, request.adapter, request.purpose
+                served_by = request.model, request.pinned, request.purpose
                 key = (session.group, session.temperature, limit, served_by, tuple(token_ids), *images)
-            self.inflight.adapters.acquire(request.holds)
+            self.inflight.served.acquire(request.holds)
             if key not in self._waiting:
                 self._waiting[key] = []
                 loop.call_soon(self._start, key)
@@ -279,7 +279,7 @@ class GenerationClient:
             request.complete(recalled)
             return
         request.parts.append(PartialAnswer.recalled(request, recalled))
-        self.inflight.adapters.acquire(request.holds)
+        self.inflight.served.acquire(request.holds)
         self._watch(self._finish(request), [request])
 
     async def _answer(self, requests: list[Request]) -> None:
@@ -292,13 +292,13 @@ class GenerationClient:
             await self.inflight.stream(requests, hand_over=finish)
 
     def _settle(self, task: asyncio.Task[None]) -> None:
-        """End the use of a request's adapter, and pass its error to each sibling that has no answer yet.
+        """End the use of a request's version, and pass its error to each sibling that has no answer yet.
 
         An EngineError stays an EngineError. Any other error counts as a bug of asyncrl, not as the agent's failure.
         """
         requests = self._tasks.pop(task)
         for request in requests:
-            self.inflight.adapters.release(request.holds)
+            self.inflight.served.release(request.holds)
         if task.cancelled() or (error := task.exception()) is None:
             return
         while isinstance(error, BaseExceptionGroup):
@@ -312,10 +312,10 @@ class GenerationClient:
                 request.future.set_exception(failure)
 
     def closed(self, session: GenerationSession) -> None:
-        """End a session's use of its adapters. No-op without adapters."""
-        if self.inflight.adapters.names is None:
+        """End a session's use of the version that it kept. No-op if answers keep none."""
+        if not self.inflight.served.pins:
             return
-        self.inflight.adapters.closed(session)
+        self.inflight.served.closed(session)
         for requests in list(self._tasks.values()):
             for request in requests:
                 if request.session is session and request.future:
@@ -328,7 +328,7 @@ class GenerationClient:
         patience = _Patience(self._settings.retry_timeout)
         part = request.add_experts()
         while reason := part.cut:
-            if part.broken and request.adapter is None:
+            if part.broken and request.pinned is None:
                 self.inflight.figures.inferred_tokens += len(part.token_ids)
             if ended := self._ended(request):  # it was complete, but its last chunk was lost
                 part.ended = ended

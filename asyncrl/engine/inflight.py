@@ -18,13 +18,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl.config.roles import POLICY
-from asyncrl.engine.adapters import ServedAdapters
+from asyncrl.engine.served import ServedWeights
 from asyncrl.engine.session import PartialAnswer, Request, seed_of
 from asyncrl.engine.stream import GenerateEndpoint, Headers, StreamBroken
 from asyncrl.errors import EngineError
 from asyncrl.images import data_url
 from asyncrl.observability.intervals import PUBLISH, QUEUED
+from asyncrl.schema import POLICY
 
 if TYPE_CHECKING:
     from asyncrl.engine.client import ClientSettings
@@ -74,14 +74,14 @@ class InFlight:
     """Sends requests and tracks those that are open."""
 
     def __init__(
-        self, http: GenerateEndpoint, settings: ClientSettings, headers: Headers, adapters: ServedAdapters
+        self, http: GenerateEndpoint, settings: ClientSettings, headers: Headers, served: ServedWeights
     ) -> None:
         """`headers` makes further headers of a request."""
         self._http = http
         self._settings = settings
         self._headers = headers
         self._sampling = settings.sampling
-        self.adapters = adapters
+        self.served = served
         self._serial = itertools.count()
         self._sent: dict[_Sent, None] = {}  # in the order in which they were sent
         self._open = asyncio.Event()
@@ -256,11 +256,11 @@ class InFlight:
         settings = self._settings
         first, session = requests[0], requests[0].session
         begun = first.token_ids
-        key = f"v{self.version if first.adapter is None else first.adapter}"  # an adapter always has its own cache
-        if first.lora and first.name != POLICY:
-            key = f"{first.name}-{key}"
+        key = f"v{self.version if first.pinned is None else first.pinned}"  # a pinned version always has its own cache
+        if first.fields and first.model != POLICY:
+            key = f"{first.model}-{key}"
         if settings.cache_key == "group":
-            key = session.group if first.adapter is None else f"{session.group}-{key}"
+            key = session.group if first.pinned is None else f"{session.group}-{key}"
         images: list[Any] = [data_url(png) for png in first.images]
         if images and len(requests) > 1:
             images = [images]  # SGLang takes several samples for a batch, in which each prompt has a list of its own
@@ -270,8 +270,7 @@ class InFlight:
             body["routed_dp_rank"] = seed_of(session.routing_key or rid) % settings.replicas
         if first.shape:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed_from}
-        if first.lora:
-            body["lora_path"] = first.lora
+        body |= first.fields
         body["input_ids"] = [*first.context, *begun]
         if images:
             body["image_data"] = images

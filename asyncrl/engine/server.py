@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, cache_tokens
-from asyncrl.config.lora import adapter_targets, engine_slots
+from asyncrl.config import AuxiliaryModelConfig, EngineConfig, cache_tokens
 from asyncrl.engine import warmup
 from asyncrl.parallel import EngineParallel
 from asyncrl.platforms import chosen
@@ -30,26 +29,6 @@ def deterministic_args(*, gpu: bool) -> dict[str, Any]:
     every batch. Other platforms may need more.
     """
     return {"enable_deterministic_inference": True, **chosen(gpu=gpu).deterministic_arguments}
-
-
-def adapter_args(config: Config, *, gpu: bool) -> dict[str, Any]:
-    """Return the arguments of engines that serve adapters; none otherwise.
-
-    SGLang holds the adapters of one batch in a pool of equal slots, one of them for the base. Requests for a further
-    adapter would wait in silence, so the pool has room for all that may be resident. Without strict loading, tensors
-    with unknown names would be skipped.
-    """
-    if not config.serves_adapters:
-        return {}
-    lora = config.trainer.lora
-    return {
-        "enable_lora": True,
-        "lora_backend": chosen(gpu=gpu).lora_backend,
-        "max_lora_rank": lora.rank,
-        "lora_target_modules": adapter_targets(lora),
-        "max_loras_per_batch": engine_slots(config),
-        "lora_strict_loading": True,
-    }
 
 
 def shape_args(shape: EngineParallel) -> dict[str, Any]:

@@ -22,11 +22,10 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from asyncrl.config.roles import POLICY, PastConfig
 from asyncrl.engine.stop_strings import StopStrings
 from asyncrl.engine.stream import PASSING, ChunkMeta, StreamChunk
 from asyncrl.errors import EngineError
@@ -34,7 +33,7 @@ from asyncrl.images import image_name
 from asyncrl.observability import intervals
 from asyncrl.observability.intervals import PREFILL, Activity, Ongoing
 from asyncrl.routing import RoutingShape, compact
-from asyncrl.schema import Completion, Exchange, Message, Routing, VersionSpan
+from asyncrl.schema import POLICY, Completion, Exchange, Message, Routing, VersionSpan
 
 if TYPE_CHECKING:
     from asyncrl.engine.client import GenerationClient
@@ -54,7 +53,7 @@ class GenerationSession:
     seed: int | None = None
     sample: str = ""
     born: int = 0  # version at which its group was admitted
-    adapter: int | None = None  # version of the adapters of all requests; None: the newest, for each completion
+    pinned: int | None = None  # version that answers all requests; None: the newest, for each completion
     routing_key: str = ""  # of its requests: its own, or its group's
     received: int = 0  # tokens that engines sent for this session, kept or not
     closed: bool = False
@@ -79,10 +78,10 @@ class GenerationSession:
         stop: Sequence[str] = (),
     ) -> Completion:
         """Continue exactly these tokens, with an image for each placeholder, by at most `max_new_tokens` and up to one
-        of the texts `stop`, with the adapter of a role.
+        of the texts `stop`, in a role.
 
         The completion is empty when the context has no room. Raises EngineError when the fleet cannot answer, and
-        ConfigError for a role without an adapter.
+        ConfigError for a role that nothing plays.
         """
         return await self._client.submit(self, token_ids, max_new_tokens, role, images, stop)
 
@@ -91,8 +90,8 @@ class GenerationSession:
         return await self._client.images(messages)
 
     def trains(self, role: str) -> bool:
-        """Return whether the turns of a role are trained: no past version plays it."""
-        return self._client.inflight.adapters.past_of(role) is None
+        """Return whether the turns of a role are trained."""
+        return self._client.inflight.served.trains(role)
 
     @property
     def next_seed(self) -> int | None:
@@ -100,12 +99,6 @@ class GenerationSession:
         answers."""
         number = len(self.requests)
         return seed_of(f"{self.seed} {number}") if self.seed is not None and number else self.seed
-
-    def past_version(self, past: PastConfig, role: str) -> int:
-        """Return the past version that plays a role in this episode, the same in every attempt and after a resume; in
-        an evaluation the newest."""
-        versions = past.drawn(self.born)
-        return versions[-1 if self.purpose == "evaluation" else seed_of(f"{self.sample} {role}") % len(versions)]
 
     def hear(self, tokens: int) -> None:
         """Count the tokens of a chunk that arrived."""
@@ -121,13 +114,13 @@ class GenerationSession:
         return [*(one for one in said if one.completion.token_ids), *self.recalled]
 
     def recall(self, request: Request) -> Completion | None:
-        """Remove and return the completion that this request got before the run was resumed, or return None. With an
-        adapter, a partial completion of another one is dropped: only its own could continue it."""
+        """Remove and return the completion that this request got before the run was resumed, or return None. With a
+        pinned version, a partial completion of another one is dropped: only its own could continue it."""
         asked = request.context, request.role, request.image_names
         for one in self.recalled:
             if (one.context, one.role, one.images) == asked:
                 self.recalled.remove(one)
-                usable = one.completion.finish_reason or request.adapter in (None, one.version)
+                usable = one.completion.finish_reason or request.pinned in (None, one.version)
                 return one.completion if usable else None
         return None
 
@@ -138,8 +131,8 @@ class GenerationSession:
     def close(self) -> int:
         """Close the session at the end of its episode and return the number of tokens received.
 
-        Tokens that arrive afterwards are counted as late tokens, not as tokens of this session. With adapters, requests
-        that the agent left in flight end: their adapters could not be unloaded.
+        Tokens that arrive afterwards are counted as late tokens, not as tokens of this session. With pinned versions,
+        requests that the agent left in flight end: their versions could not be unloaded.
         """
         self.closed = True
         self.activity.finish()
@@ -160,10 +153,10 @@ class Request:
     images: Sequence[bytes] = ()  # in the order of their placeholders in the context
     added: int = 0  # tokens that the images take beyond their placeholders
     stop: StopStrings = field(default_factory=StopStrings)  # texts that end its answer
-    name: str = POLICY  # its adapter
-    adapter: int | None = None  # version of its adapter, if versions are adapters
-    lora: str | None = None  # name of that version in the engines; None is the base
-    holds: int | None = None  # version whose adapters must stay until it has ended
+    model: str = POLICY  # what answers it, of several that are trained
+    pinned: int | None = None  # version that answers it from its first to its last token; None: those of the engines
+    fields: dict[str, Any] = field(default_factory=dict)  # further ones of the request to an engine, which name both
+    holds: int | None = None  # version that must stay in the engines until it has ended
     shape: RoutingShape | None = None  # of the experts that are asked for
     experts: Routing | None = None  # those of the parts that have ended
     parts: list[PartialAnswer] = field(default_factory=list)  # ended parts, complete or interrupted
@@ -194,7 +187,7 @@ class Request:
         """Begin the next part, for which a request is sent now, while every engine serves `version`."""
         activity = self.session.activity
         activity.requests += 1
-        asked_at = version if self.adapter is None else self.adapter
+        asked_at = version if self.pinned is None else self.pinned
         self.live = PartialAnswer(self, asked_at, routed_from, doing=activity.begin(PREFILL, self.role))
         return self.live
 
@@ -386,14 +379,14 @@ class PartialAnswer:
     def spans(self) -> list[VersionSpan]:
         """Return the weight versions that generated the tokens. Raises EngineError when the engine reports none.
 
-        An adapter has one version. Otherwise the spans come with the last chunk, and the tokens of a broken stream get
-        the oldest version that they can have: the one that every engine served when the request was sent.
+        A pinned version is the only one. Otherwise the spans come with the last chunk, and the tokens of a broken
+        stream get the oldest version that they can have: the one that every engine served when the request was sent.
         """
         if self._spans is not None:
             return self._spans
         if not self.token_ids:
             return []
-        if self.request.adapter is not None:
+        if self.request.pinned is not None:
             return [VersionSpan(self.asked_at, 0, len(self.token_ids))]
         if self.broken is not None:
             return [VersionSpan(self.asked_at, 0, len(self.token_ids), inferred=True)]

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from asyncrl.engine.adapters import InUse
 from asyncrl.engine.fleet import Answer, CallRefused, Fleet
+from asyncrl.engine.served import InUse
 from asyncrl.errors import DeadlineExceeded
 
 FLUSH_PAUSE = 0.05
@@ -45,8 +45,8 @@ class RolloutSide:
         """Hold back new requests, because the weights are about to change."""
 
     def announce(self, version: int) -> InUse:
-        """Announce that every engine serves `version`. Returns which adapters are in use."""
-        return InUse([], {})
+        """Announce that every engine serves `version`. Returns what they must keep."""
+        return InUse()
 
 
 class Update:

@@ -17,7 +17,6 @@ from asyncrl.engine.router import router_argv
 from asyncrl.engine.server import (
     DETERMINISTIC_ENV,
     NO_PROXY,
-    adapter_args,
     deterministic_args,
     frozen_argv,
     server_argv,
@@ -186,8 +185,7 @@ def engines(
                 nccl_port=seat.meeting if len(seats) == 1 else None,
                 mem_fraction_static=config.engine_fraction if gpu else None,
                 enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
-                **adapter_args(config, gpu=gpu),
-                **lookup.engine_arguments(config),
+                **lookup.engine_arguments(config, gpu=gpu),
                 **_shown(run_dir, seat.url),
                 **(_spanning(seats, place) if len(seats) > 1 else {}),
                 **(deterministic_args(gpu=gpu) if config.deterministic else {}),

@@ -100,7 +100,7 @@ def resolve_layers(config: Config, gpus: int, before: dict[str, Any] | None = No
     trains = config.trains
     problem = _problem(on_gpu(trainer, gpus)) if trains else None
     if layers == AUTO:
-        layers = TRANSFORMER_ENGINE if trains and not problem and trainer.lora.base == "none" else LOCAL
+        layers = TRANSFORMER_ENGINE if trains and not problem else LOCAL
     if trains:
         require(config, _layer_rules(config, layers, problem))
     return config.model_copy(update={"trainer": trainer.model_copy(update={"layers": layers})})
@@ -110,8 +110,6 @@ def _layer_rules(config: Config, layers: str, problem: str | None) -> Iterator[R
     """Yield the rules of these layers; `problem` says why TransformerEngine's cannot run."""
     trainer, fused = config.trainer, layers == TRANSFORMER_ENGINE
     yield "trainer.layers", layers, fused and bool(problem), f"{problem}, or set local."
-    why = "Megatron's own layers alone compute with a quantized base (trainer.lora.base): set local."
-    yield "trainer.layers", layers, fused and trainer.lora.base != "none", why
     scaled = trainer.fp8.format if trainer.fp8 else None
     why = f"Only layers of TransformerEngine have it ({problem or 'trainer.layers=local'}): set fp8=null."
     yield "trainer.fp8", scaled, scaled is not None and not fused, why

@@ -28,7 +28,6 @@ from asyncrl.models.architectures import flat
 from asyncrl.network.addresses import MACHINE
 from asyncrl.tasks.scores import rewards
 from asyncrl.user_code import announced
-from asyncrl.weights.choice import choose_lora
 
 KEY = "ASYNCRL_API_KEY"
 
@@ -78,8 +77,6 @@ class Preparation:
         self.origin: Resume | None = None
         """The checkpoint that the run resumes from."""
         self.chosen = Precision(config)
-        self.lora = ""
-        """How versions of a run with LoRA reach the engines, and why."""
 
     def all(self) -> None:
         """Take every step, and raise what the first of them refuses."""
@@ -168,25 +165,29 @@ class Preparation:
         self.origin = resume.choose(self.config, self.run_dir)
 
     def precision(self) -> None:
-        """Resolve the trainer's layers, how adapters reach the engines, and every dtype on the machines that will run
-        the part."""
+        """Resolve what is left to extensions, the trainer's layers, and every dtype on the machines that will run the
+        part."""
         roles = {"trainer": "model", "engine": "model", **{role: role for role in self.config.frozen}}
         measurable = {role: hf for role, hf in self.hf.items() if "hidden_size" in hf}  # not every judge's has one
         models = {part: measurable[role] for part, role in roles.items() if role in measurable}
         before = self.origin.manifest.config if self.origin else precision.recorded(self.config, self.run_dir)
         given = {part: found for hooks in self.hooks for part, found in hooks.formats(self).items()}
-        config = precision.resolve_layers(self.config, self.gpus, before)
-        if "model" in self.hf:
-            config, self.lora = choose_lora(config, self.hf["model"], self.gpus)
+        config = precision.resolve_layers(self.resolved(self.config), self.gpus, before)
         self.chosen = precision.resolve(
             config, models, self.placement, self.gpus, self.cluster, before=before, given=given
         )
+
+    def resolved(self, config: Config) -> Config:
+        """Return settings with the choices of extensions, once the model is found."""
+        for hooks in self.hooks if "model" in self.hf else ():
+            config = hooks.resolved(config, self.hf["model"], self.gpus)
+        return config
 
     def notes(self) -> list[str]:
         """Return lines for the console about what was chosen, and those of extensions."""
         chosen = [choice.line() for choice in self.chosen.choices]
         more = [line for hooks in self.hooks for line in hooks.notes(self)]
-        return [*chosen, *([f"weights.lora {self.lora}"] if self.lora else []), *more]
+        return [*chosen, *more]
 
     def begins(self) -> None:
         """Write to the run folder what was chosen, machine.json with the dtypes, and what extensions keep there."""

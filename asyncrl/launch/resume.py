@@ -18,7 +18,7 @@ from asyncrl import lookup
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.checkpoints.store import FOLDER, CheckpointStore
-from asyncrl.config import AgentsConfig, Config, under_new_names
+from asyncrl.config import Config, under_new_names
 from asyncrl.errors import ConfigError, RecordError
 from asyncrl.jsonl import Tail, replace_text
 from asyncrl.launch.leftovers import sweep
@@ -42,8 +42,6 @@ OTHER_ANYWAY = (
     "engine",
 )
 """Settings that say nothing about what is trained."""
-ADAPTERS = ("rank", "alpha", "targets", "rslora", "base")
-"""Settings of trainer.lora that say what the adapters of a checkpoint compute."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,6 @@ def origins(config: Config, run_dir: Path) -> list[Path]:
 
 def _check(config: Config, resume: Resume) -> None:
     """Check that the checkpoint can be resumed with these settings."""
-    _check_adapters(config, resume.manifest)
     if not config.generates:
         return
     if manifest.ROLLOUT not in resume.manifest.files:
@@ -119,24 +116,6 @@ def _check(config: Config, resume: Resume) -> None:
         raise ConfigError(
             "tasks", missing[0], "The checkpoint has unfinished groups of this task: keep it, with a small weight."
         )
-
-
-def _check_adapters(config: Config, manifest: Manifest) -> None:
-    """Check that the checkpoint's adapters, or the lack of them, are those of the settings."""
-    then = manifest.config["trainer"].get("lora", {})
-    now = config.trainer.lora.model_dump()
-    for name in ADAPTERS if then.get("rank") or now["rank"] else ():
-        if then.get(name) != now[name]:
-            raise ConfigError(
-                f"trainer.lora.{name}",
-                now[name],
-                f"The checkpoint was written with {then.get(name)!r}: resume with that value, or start a new run.",
-            )
-    agents = AgentsConfig.model_validate(manifest.config.get("agents", {"roles": {}}))
-    if (agents.adapters, agents.past) != (config.agents.adapters, config.agents.past):
-        held = ", ".join(agents.adapters) + "".join(f", past versions of {name}" for name in agents.past)
-        remedy = f"The checkpoint holds {held}: resume with the roles that it was written with, or start a new run."
-        raise ConfigError("agents.roles", sorted(config.agents.roles), remedy)
 
 
 def finished(config: Config, run_dir: Path, resume: Resume | None) -> str | None:

@@ -134,11 +134,6 @@ STEP_OVERLAP = {
     "time/publish_background": "time of the publish before in the background: hold, pause, announcement; 0 at first",
 }
 
-# The same file, with weights.lora=versions
-STEP_ADAPTERS = {
-    "adapters/resident": "number of adapters that every engine held before this publish unloaded those not in use",
-}
-
 # The same file, for each token age in the batch, in versions; the last one includes all older tokens
 STEP_BY_LAG = {"logprob_gap/lag<k>": "the same as logprob_gap/mean, over the tokens that are <k> versions old"}
 

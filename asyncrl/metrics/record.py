@@ -122,7 +122,6 @@ class StepLog:
             "engines/serving": sent["engines"],
             "bytes/published": sent["bytes"],
             **{name: value for name, value in sent.items() if "/" in name},  # of the weights that were sent
-            **({"adapters/resident": sent["adapters"]} if "adapters" in sent else {}),
             "time/step": now - self._last_end,
             "time/since_start": now + self._offset + self._before,
         }

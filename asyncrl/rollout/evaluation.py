@@ -136,10 +136,10 @@ class Evaluations:
         """Evaluate every set, and write all lines together."""
         started, self._skipped = time.monotonic(), 0
         inflight = self._client.inflight
-        with inflight.adapters.held(inflight.version) as adapter:
+        with inflight.served.held(inflight.version) as pinned:
             async with asyncio.TaskGroup() as group:
                 asked = {
-                    name: [group.create_task(self.ask(prompt, adapter)) for prompt in prompts]
+                    name: [group.create_task(self.ask(prompt, pinned)) for prompt in prompts]
                     for name, prompts in self.sets.items()
                 }
         seconds = time.monotonic() - started
@@ -150,7 +150,7 @@ class Evaluations:
         self._write(lines)
         return lines
 
-    async def ask(self, prompt: Prompt, adapter: int | None = None) -> Sequence[Attempt]:
+    async def ask(self, prompt: Prompt, pinned: int | None = None) -> Sequence[Attempt]:
         """Return all answers to one question. They share an engine, and the sampled ones share a request."""
         async with self._room:
             name = f"e{next(self._serial):010d}"
@@ -161,8 +161,8 @@ class Evaluations:
                     group=name,
                     purpose="evaluation",
                     sample=f"{prompt.uid} {number}",
-                    adapter=adapter,
-                    born=adapter,
+                    pinned=pinned,
+                    born=pinned,
                 )
                 for number, one in enumerate(temperatures)
             ]

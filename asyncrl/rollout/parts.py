@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config, cache_tokens, on_gpu
-from asyncrl.engine.adapters import ServedAdapters, adapter_names
 from asyncrl.engine.client import ClientSettings, GenerationClient
+from asyncrl.engine.served import ServedWeights
 from asyncrl.engine.stop_strings import StopStrings
 from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import ConfigError
@@ -232,8 +232,7 @@ def _client(
         temperature=config.rollout.temperature,
         stop_token_ids=model.stop,
         retry_timeout=config.engine.retry_timeout,
-        # the stock server cannot unload an adapter after a request with several samples (engine/sglang_hooks.py)
-        coalesce=config.rollout.coalesce and not (config.serves_adapters and addresses.attached),
+        coalesce=config.rollout.coalesce,
         spread=config.rollout.spread_siblings if several else False,
         cache_key=config.rollout.cache_key,
         pause_mode=config.weights.pause_mode,
@@ -249,9 +248,13 @@ def _client(
         stop=StopStrings(config.rollout.stop, model.template.spell),
     )
     http = GenerateEndpoint(addresses.router, addresses.access, config.engine.request_timeout)
-    names = adapter_names(config, addresses.run_id)
-    adapters = ServedAdapters(config.agents, names, config.rollout.adapter_per, config.past_versions)
-    return GenerationClient(http, settings, headers_of(config, addresses, hooks), adapters)
+    return GenerationClient(http, settings, headers_of(config, addresses, hooks), served_by(config, addresses))
+
+
+def served_by(config: Config, addresses: Addresses) -> ServedWeights:
+    """Return what answers requests: the choice of the first extension that has one."""
+    chosen = (one.served(config, addresses) for one in active(config).values())
+    return next((served for served in chosen if served), ServedWeights())
 
 
 def headers_of(config: Config, addresses: Addresses, hooks: Sequence[PlayerHooks]) -> Headers:

@@ -5,8 +5,8 @@
                             until it is ready. The same bytes, however often they are asked for, until version v + 1 is
                             published, and afterwards from the journal (rollout/journal.py)
     POST /hold              weights are about to change: hold new requests back; 202 while a drain is in progress
-    POST /version {"version": v}    every engine serves v: release requests, open admission; returns the adapters in
-                            use (engine/adapters.py)
+    POST /version {"version": v}    every engine serves v: release requests, open admission; returns what the
+                            engines must keep (engine/served.py)
     POST /evaluate          answer the held-out questions; returns their lines of eval.jsonl
     POST /snapshot {"version": v}   the whole rollout state for a checkpoint, as bytes; between a version and its batch
     GET  /status            the ledger, and what the next batch waits for
@@ -124,7 +124,7 @@ class RolloutServer:
         return Response()
 
     async def version(self, request: Request) -> Response:
-        """Record that a version is published. Return which adapters are in use."""
+        """Record that a version is published. Return what the engines must keep."""
         told = await request.json()
         version = int(told["version"])
         async with self.keeper.lock:
@@ -133,7 +133,7 @@ class RolloutServer:
                 if self._evaluations:
                     self._evaluations.published(version)
         await asyncio.to_thread(self._journal.serves, version, held=False)
-        return JSONResponse(msgspec.to_builtins(self.inflight.adapters.in_use(version)))
+        return JSONResponse(msgspec.to_builtins(self.inflight.served.in_use(version)))
 
     async def evaluate(self, _: Request) -> Response:
         """Run an evaluation now, after one that may be running."""

@@ -21,7 +21,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from asyncrl.engine.adapters import InUse
+from asyncrl.engine.served import InUse
 from asyncrl.engine.update import RolloutSide
 from asyncrl.errors import DeadlineExceeded, PeerFailed
 from asyncrl.network.addresses import READY, Access
@@ -98,7 +98,7 @@ class RolloutClient(BatchSource):
                 )
 
     def announce(self, version: int) -> InUse:
-        """Announce that every engine serves `version`. Returns which adapters are in use."""
+        """Announce that every engine serves `version`. Returns what they must keep."""
         body = {"version": version}
         told = self._ask("POST", "/version", body, timeout=self._batch_timeout).content  # until all processes know it
         return msgspec.json.decode(told, type=InUse)

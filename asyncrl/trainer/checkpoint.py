@@ -36,7 +36,6 @@ from asyncrl.trainer import recovery, sharded
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.rank import Rank
 from asyncrl.trainer.sharded import StagedCopy
-from asyncrl.weights.export import save_trained
 from asyncrl.weights.publish import VersionPublisher
 
 
@@ -249,17 +248,11 @@ class Saving:
         self._checkpoints.finish()
 
     def _export(self, name: str, version: int) -> None:
-        """Save the weights as an HF folder, or as PEFT folders of adapters."""
-        rank, config = self._rank, self._rank.config
+        """Save what is trained, as an HF folder unless an extension has another form."""
+        rank, policy = self._rank, self._policy
+        target, dtype = rank.run_dir / name, rank.config.trainer.dtype
         with self._publisher.parameters(version):
-            save_trained(
-                rank.run_dir / name,
-                rank.addresses.model,
-                self._policy.weights,
-                rank.parallel,
-                config.trainer,
-                config.agents.adapters,
-            )
+            policy.network.transformation.save(target, rank.addresses.model, policy.weights, rank.parallel, dtype)
 
 
 def _reason(error: BaseException) -> str:
@@ -273,10 +266,10 @@ def _reason(error: BaseException) -> str:
 
 def load(folder: Path, policy: Policy) -> dict[str, Any]:
     """Restore the policy from a checkpoint written under any layout, and return the loop's counters. Raises
-    RecordError, also if its adapters belong to another base."""
+    RecordError, also if it is that of another frozen model."""
     if policy.parallel.is_first and (before := manifest.read(folder).base) != policy.base_hash:
         raise RecordError(
-            f"{folder} has adapters of a base with the hash {before}, but the weights in {policy.folder} have "
+            f"{folder} is of a frozen base with the hash {before}, but the weights in {policy.folder} have "
             f"{policy.base_hash}: set model.path to that base"
         )
     for name, part in policy.sharded().items():

@@ -25,7 +25,7 @@ def transformer_engine_spec(
     config: TransformerConfig, vp_stage: int | None, *, separate: bool
 ) -> TransformerBlockSubmodules:
     """Return Megatron's TransformerEngine spec with attention over packs. Separate norms are not fused with the linear
-    layers that follow them. Adapters need their output. Raises ConfigError if TransformerEngine cannot be imported."""
+    layers that follow them. Raises ConfigError if TransformerEngine cannot be imported."""
     try:
         import transformer_engine.pytorch  # noqa: F401
     except (ImportError, RuntimeError, AssertionError) as error:  # the last two are those of an incomplete installation

@@ -60,8 +60,9 @@ def read_hf_config(model: Path) -> dict[str, Any]:
     return hf
 
 
-def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> TransformerConfig:
-    """Return Megatron's configuration. The features disabled here are CUDA-only fusions or need TransformerEngine."""
+def transformer_config(hf: dict[str, Any], trainer: TrainerConfig, *, separate: bool = False) -> TransformerConfig:
+    """Return Megatron's configuration. The features disabled here are CUDA-only fusions or need TransformerEngine. With
+    `separate`, each expert has layers of its own."""
     dtype, alltoall = getattr(torch, trainer.dtype), trainer.token_dispatcher == "alltoall"
     family = {"activation_func": "silu", "add_bias_linear": False, **megatron_arguments(hf)}
     te, latent = trainer.layers == "transformer_engine", bool(family.get("multi_latent_attention"))
@@ -106,7 +107,7 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         perform_initialization=True,  # turning it off leaves tensor_model_parallel unset, and grad norms wrong under TP
         use_cpu_initialization=False,
         transformer_impl="transformer_engine" if te else "local",
-        moe_grouped_gemm=te and "num_moe_experts" in family and not trainer.lora.rank,  # each expert has adapters
+        moe_grouped_gemm=te and "num_moe_experts" in family and not separate,
         gradient_accumulation_fusion=False,  # layers.py turns it on where it needs no Apex
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -175,7 +176,7 @@ class WideNorm(HeadNorm):
 
 
 def _norm_output(linear: Any, config: TransformerConfig) -> None:
-    """Norm what a linear layer gives, with its adapters."""
+    """Norm what a linear layer gives, with what is added to it."""
     linear.post_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
     linear.register_forward_hook(lambda module, _, found: (module.post_layernorm(found[0]), *found[1:]))
 
@@ -211,14 +212,14 @@ def build_model(
     config: TransformerConfig,
     vp_stage: int | None = None,
     *,
-    adapted: bool = False,
+    separate: bool = False,
 ) -> GPTModel:
-    """Build this rank's pipeline stage with random weights, or its chunk `vp_stage` under virtual pipelining. `adapted`
-    says that adapters will be added to its linear layers."""
+    """Build this rank's pipeline stage with random weights, or its chunk `vp_stage` under virtual pipelining. With
+    `separate`, its linear layers are modules of their own, without norms."""
     te, family = config.transformer_impl == "transformer_engine", family_of(hf)
     norms_after = family.has(".post_layernorm.weight")
     if te:
-        spec = transformer_engine_spec(config, vp_stage, separate=adapted or norms_after)
+        spec = transformer_engine_spec(config, vp_stage, separate=separate or norms_after)
     else:
         spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage

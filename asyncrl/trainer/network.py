@@ -18,13 +18,12 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
-from asyncrl.algo.samples import Sample
 from asyncrl.config import TrainerConfig
-from asyncrl.config.roles import POLICY
 from asyncrl.models.architectures import routing_shape
 from asyncrl.parallel import Parallel
-from asyncrl.trainer import lora, recompute
+from asyncrl.schema import POLICY
 from asyncrl.trainer import model as megatron
+from asyncrl.trainer import recompute
 from asyncrl.trainer.encoder import Encoder
 from asyncrl.trainer.gradients import collect, gradient_buffer
 from asyncrl.trainer.head import Head
@@ -34,10 +33,9 @@ from asyncrl.trainer.microbatches import Groups, TokenAccumulator, packs_of_rank
 from asyncrl.trainer.operations import costs_of, operations_of
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
+from asyncrl.weights.export import save_hf
 from asyncrl.weights.layouts import dims_of
-from asyncrl.weights.names import ADAPTER
-from asyncrl.weights.peft import start_from
-from asyncrl.weights.reshard import Resharder, weights_of
+from asyncrl.weights.reshard import Resharder
 
 Visit = Callable[[Head, Pack], Tensor]
 """Callback that the last stage runs on each pack. It returns the loss, or any tensor in a pass without gradient."""
@@ -82,6 +80,46 @@ class FastDDP(DistributedDataParallel):
         return hook
 
 
+class Transformation:
+    """What a network trains in place of a model folder's weights, one object for each network: this one trains them
+    all. An extension may have another (Extension.transformation), also several models on the same frozen weights."""
+
+    frozen = False
+    """Whether the folder's weights stay as they are, below what is added. Their linear layers are then modules of their
+    own, whose output can be added to: no norm is fused with them, and no expert with another."""
+    random = False
+    """Whether passes with gradient draw random numbers."""
+
+    def apply(self, chunks: Sequence[GPTModel], weights: Resharder) -> None:
+        """Change the chunks, which hold the folder's weights, before data parallelism wraps them. A layer whose weight
+        is exported as something else gets a method `exported`, which takes the name of a model and returns the tensor
+        (None: the folder's); one whose weight has another format keeps that in a module `packed`."""
+
+    def model_of(self, role: str) -> str:
+        """Return the name of the model that a role's samples train. Raises ConfigError."""
+        return POLICY
+
+    def divided(self, groups: Groups) -> list[tuple[str, Groups]]:
+        """Return the samples that each model computes, by its name."""
+        return [(POLICY, groups)]
+
+    def use(self, model: str | None, *, gradient: bool) -> None:
+        """Compute the next passes with this model; None: with the folder's weights alone."""
+
+    def of_another(self) -> Transformation:
+        """Return that of another network, which is trained beside this one and has one model."""
+        return Transformation()
+
+    def keep(self, run_dir: Path, origin: Path | None, weights: Resharder, parallel: Parallel) -> None:
+        """Store in the run folder what checkpoints do not hold. Runs on every rank. `origin` is the folder of the run
+        whose checkpoint is resumed. Raises RecordError if that run had something else."""
+
+    def save(self, target: Path, base: Path, weights: Resharder, parallel: Parallel, dtype: str) -> None:
+        """Export what is trained of the model folder `base`; runs on every rank. Raises WeightsError if the disk cannot
+        take it."""
+        save_hf(target, base, weights, parallel, dtype)
+
+
 class Network:
     """A model in Megatron's data parallelism, with gradients in float32. Under virtual pipelining a rank holds several
     chunks of layers, each of which is a model of its own."""
@@ -92,28 +130,29 @@ class Network:
         folder: Path,
         parallel: Parallel,
         *,
-        adapters: Sequence[str] = (POLICY,),
+        transformation: Transformation | None = None,
         changed: Callable[[GPTModel], None] = lambda chunk: None,
         progress: Callable[[str], None] = lambda part: None,
         meter: StepMeter | None = None,
         encoder: Encoder | None = None,
         trains_encoder: bool = True,
     ) -> None:
-        """Load the model of an HF folder, with these adapters if trainer.lora.rank is set. `changed` may change
-        what each chunk of layers computes, before data parallelism wraps it. `progress` is called at the start of each
-        micro-batch. `encoder` encodes what is not text. Networks may share it: those that do not train it say so."""
+        """Load the model of an HF folder. `changed` may change what each chunk of layers computes, before data
+        parallelism wraps it. `progress` is called at the start of each micro-batch. `encoder` encodes what is not text.
+        Networks may share it: those that do not train it say so."""
+        self.transformation = transformation or Transformation()
         self.meter = meter or StepMeter(parallel)
         self._trainer = trainer
         self._parallel = parallel
         self._progress = progress
         self.hf = megatron.read_hf_config(folder)
-        self.config = megatron.transformer_config(self.hf, trainer)
+        separate = self.transformation.frozen
+        self.config = megatron.transformer_config(self.hf, trainer, separate=separate)
         self.encoder = encoder or Encoder()
         self._trains_encoder = trains_encoder
         self._forbidden = self._columns(self.encoder.forbidden)
         stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
-        adapted = bool(trainer.lora.rank)
-        built = (megatron.build_model(self.hf, self.config, stage, adapted=adapted) for stage in stages)
+        built = (megatron.build_model(self.hf, self.config, stage, separate=separate) for stage in stages)
         chunks = [chunk.to(parallel.device) for chunk in built]
         if chunks[0].pre_process:
             self.encoder.attach(chunks[0], trains=trains_encoder)
@@ -121,14 +160,9 @@ class Network:
         inner = [Float16Module(self.config, chunk) for chunk in chunks] if half else chunks
         self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
         self.weights.load(folder)  # after the cast, which could round tensors that stay in float32
-        if trainer.lora.rank:  # before data parallelism, which has buffers for what is trained
-            lora.add(chunks, self.weights, dims_of(self.hf), trainer.lora, adapters)
-            if trainer.lora.path:
-                start_from(Path(trainer.lora.path).expanduser(), self.weights, adapters)
-            if base := lora.base_format(trainer.lora):
-                base.pack(self.weights)
-        self._names = adapters
-        self._adapters = list(lora.modules(chunks))
+        self.transformation.apply(
+            chunks, self.weights
+        )  # before data parallelism, which has buffers for what is trained
         self._base_alone = False
         # Without data or context parallelism the distributed optimizer only adds copies of every buffer, but it alone
         # accepts moments of another number format.
@@ -165,11 +199,10 @@ class Network:
             chunk.train()
 
     def packs(self, groups: Groups) -> list[Pack]:
-        """Return this rank's micro-batches of these groups, adapter by adapter. A network with a single adapter
-        computes all samples with it."""
+        """Return this rank's micro-batches of these groups, model by model."""
         return [
-            replace(pack, adapter=adapter)
-            for adapter, own in _by_adapter(groups, self._names)
+            replace(pack, model=model)
+            for model, own in self.transformation.divided(groups)
             for pack in packs_of_rank(own, self._trainer, self._parallel, self._costs, self.encoder.placed)
         ]
 
@@ -184,7 +217,7 @@ class Network:
         """Accumulate the gradient of the sum of all losses, over all ranks, in the gradient buffers. Several calls
         accumulate one gradient: the `first` starts a new one, and only after the `last` it is reduced over the
         ranks."""
-        if self._adapters:  # Megatron gathers parameters when the module that holds them runs: these modules do not
+        if self.transformation.frozen:  # Megatron gathers parameters when their module runs: what is added may not
             self.gather()
         if first:
             for chunk in self.wrapped:
@@ -225,17 +258,12 @@ class Network:
 
     @contextmanager
     def base(self) -> Iterator[None]:
-        """Let the frozen base compute without its adapters inside the block."""
+        """Let the model folder's weights compute alone inside the block, if they are frozen."""
         self._base_alone = True
         try:
             yield
         finally:
             self._base_alone = False
-
-    def base_tensors(self) -> list[Tensor]:
-        """Return every parameter and persistent buffer but those of adapters, not copies."""
-        every = (weights_of(chunk, keep_vars=True).items() for chunk in self.chunks)
-        return [tensor for chunk in every for name, tensor in chunk if not ADAPTER.fullmatch(name)]
 
     @cached_property
     def placed(self) -> list[PlacedTensor]:
@@ -248,7 +276,7 @@ class Network:
             yield from chunk.parameters()
 
     def packed(self) -> list[Tensor]:
-        """Return what weights of the base in another format hold (weights/reshard.py)."""
+        """Return what weights in another format hold (Transformation.apply)."""
         every = (module for chunk in self.wrapped for module in chunk.modules())
         return [tensor for module in every if hasattr(module, "packed") for tensor in module.packed.buffers()]
 
@@ -259,17 +287,15 @@ class Network:
         return [*(buffer.grad_data for buffer in buffers), *copies]
 
     def _run(self, packs: list[Pack], visit: Visit, *, forward_only: bool, reduces: bool = True) -> None:
-        """Run the packs of one adapter after those of another, so that layers that are computed again, and all stages
-        of a pipeline, find the adapter of their pack active. Gradients are reduced after the last."""
-        runs = [list(own) for _, own in itertools.groupby(packs, key=lambda pack: pack.adapter)]
+        """Run the packs of one model after those of another, so that layers that are computed again, and all stages of
+        a pipeline, find the model of their pack active. Gradients are reduced after the last."""
+        runs = [list(own) for _, own in itertools.groupby(packs, key=lambda pack: pack.model)]
         for number, own in enumerate(runs, 1):
             ends = reduces and number == len(runs)
             self.config.finalize_model_grads_func = finalize_model_grads if ends else None
             for chunk in self.wrapped:
                 chunk.reduces = ends
-            for adapters in self._adapters:
-                adapters.skipped = self._base_alone or adapters.adapter != own[0].adapter
-                adapters.train(not forward_only)  # dropout
+            self.transformation.use(None if self._base_alone else own[0].model, gradient=not forward_only)
             self._run_active(own, visit, forward_only=forward_only)
 
     def _run_active(self, packs: list[Pack], visit: Visit, *, forward_only: bool) -> None:
@@ -280,7 +306,7 @@ class Network:
             batch, inner = next(batches), self._inner[model]
             self._progress(f"micro-batch {next(which)} of {passes}{kind}")
             if inner.post_process and self._parallel.counts:
-                frozen = bool(self._adapters)
+                frozen = self.transformation.frozen
                 self.meter.count(self._operations.of(batch, gradient=not forward_only, frozen=frozen))
 
             def loss_function(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -322,18 +348,6 @@ class Network:
         p, width = self._parallel, megatron.padded_vocab(self.hf["vocab_size"], self._parallel.tp) // self._parallel.tp
         mine = [one - p.tp_rank * width for one in ids if one // width == p.tp_rank]
         return torch.tensor(mine, device=p.device) if mine else None
-
-
-def _by_adapter(groups: Groups, adapters: Sequence[str]) -> list[tuple[str, Groups]]:
-    """Return the samples of each adapter that has some, in their groups."""
-    if len(adapters) == 1:
-        return [(adapters[0], groups)]
-    found: dict[str, list[list[Sample]]] = {name: [] for name in adapters}
-    for group in groups:
-        for name, own in found.items():
-            if mine := [sample for sample in group if sample.adapter == name]:
-                own.append(mine)
-    return [(name, own) for name, own in found.items() if own] or [(adapters[0], groups)]
 
 
 def forward(

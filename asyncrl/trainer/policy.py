@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -22,7 +22,6 @@ from asyncrl.config.rules import check_traits
 from asyncrl.errors import RecordError
 from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, Group
-from asyncrl.trainer import lora
 from asyncrl.trainer.batch_parts import BatchParts
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.trainer.encoder import encoder_of
@@ -35,6 +34,10 @@ from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.sharded import ShardedState
 from asyncrl.weights.checksum import SentWeights
 from asyncrl.weights.folder import HFFolder
+from asyncrl.weights.publish import StagedPublisher
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.publishers import Publishing
 
 
 class Policy:
@@ -49,11 +52,13 @@ class Policy:
         self.parallel = parallel
         self.folder = folder
         self.progress = progress
+        extensions = lookup.active(config)
+        changes = (one.transformation(config) for one in extensions.values())
         self.network = Network(
             config.trainer,
             folder,
             parallel,
-            adapters=config.agents.adapters,
+            transformation=next((found for found in changes if found), None),
             progress=progress,
             encoder=encoder_of(config, folder, parallel),
         )
@@ -78,7 +83,7 @@ class Policy:
             self.following.append(lambda groups, table: routing.figures())
         self.trains_from = 0
         """Version from which on batches train the policy. An extension may raise it."""
-        self._hooks = {name: one.trainer(self) for name, one in lookup.active(config).items()}
+        self._hooks = {name: one.trainer(self) for name, one in extensions.items()}
         self.objective = Objective(algo, config.rollout, list(self._hooks.values()))
         self._inputs = list(self._stages_of_inputs())
         self._columns = list(self._stages_of_columns())
@@ -89,6 +94,10 @@ class Policy:
         for hooks in self._hooks.values():
             weights = hooks.sent(weights)
         return weights
+
+    def publisher(self, publishing: Publishing) -> tuple[StagedPublisher, str] | None:
+        """Return the publisher of an extension, and the reason for it; None if all weights are sent."""
+        return next((found for hooks in self._hooks.values() if (found := hooks.publisher(publishing))), None)
 
     def batches(self, client: Callable[[], BatchSource]) -> BatchSource | None:
         """Return the batches of a mode of an extension; None if this run generates its own. `client` returns those of
@@ -105,17 +114,16 @@ class Policy:
 
     @cached_property
     def base_hash(self) -> str | None:
-        """Return the hash of the weights below adapters, which a checkpoint does not hold; None without adapters."""
-        if self.config.trainer.lora.rank is None:
+        """Return the hash of the model folder's weights, if they are frozen: a checkpoint does not hold them."""
+        if not self.network.transformation.frozen:
             return None
         with HFFolder(self.folder) as weights:
             return weights.digest()
 
     def keep_base(self, run_dir: Path, resumed: Path | None) -> None:
-        """Keep what checkpoints do not hold of a base in a format of its own. `resumed` is the checkpoint of another
-        run that this one resumes."""
-        if base := lora.base_format(self.config.trainer.lora):
-            base.keep(run_dir, resumed.parent.parent if resumed else None, self.weights, self.parallel)
+        """Keep what checkpoints do not hold. `resumed` is the checkpoint of another run that this one resumes."""
+        origin = resumed.parent.parent if resumed else None
+        self.network.transformation.keep(run_dir, origin, self.weights, self.parallel)
 
     def sharded(self) -> dict[str, ShardedState]:
         """Return the networks by the name of their checkpoint folder."""
@@ -167,7 +175,7 @@ class Policy:
         the others return nothing."""
         self._seed(batch.version)
         trained = self._with_added(batch)
-        groups: Groups = build_samples(trained, self.config.agents.adapter_of)
+        groups: Groups = build_samples(trained, self.network.transformation.model_of)
         for prepare in self._inputs:
             groups = prepare(trained, groups)
         table = build_table(trained, batch.version)
@@ -188,7 +196,7 @@ class Policy:
         return figures
 
     def _seed(self, version: int) -> None:
-        if self.config.trainer.lora.dropout and not self._parts.begun:  # so that a resumed run draws the same masks
+        if self.network.transformation.random and not self._parts.begun:  # so that a resumed run draws the same numbers
             reseed(self.config.run.seed + version)
 
     def _with_added(self, batch: Batch) -> list[Group]:
@@ -320,12 +328,12 @@ class Policy:
     # -- the reference -------------------------------------------------------------------------------------
 
     def _load_reference(self, folder: Path) -> Reference | None:
-        """Load the reference weights, if a KL to frozen weights is needed that the network does not hold itself, as the
-        base of its adapters."""
-        algo, adapted = self.config.algo, self.config.trainer.lora.rank
+        """Load the reference weights, if a KL to frozen weights is needed that the network does not hold itself, below
+        what it trains."""
+        algo = self.config.algo
         if algo.kl.reference != "weights" or not algo.measures_reference:
             return None
-        if adapted and not algo.kl.reference_path:
+        if self.network.transformation.frozen and not algo.kl.reference_path:
             return None
         path = Path(algo.kl.reference_path).expanduser() if algo.kl.reference_path else folder
         return Reference(self.network, path, offload=algo.kl.reference_offload)

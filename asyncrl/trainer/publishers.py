@@ -1,5 +1,4 @@
-"""Construction of the publisher of a trainer rank: of all weights, or of versions that are adapters of their own, and
-what works around it."""
+"""Construction of the publisher of a trainer rank, of all weights or that of an extension, and what works around it."""
 
 from __future__ import annotations
 
@@ -7,33 +6,28 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from asyncrl import lookup
-from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import on_gpu
-from asyncrl.engine.adapters import AdapterName, adapter_names
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import RolloutSide, Update
 from asyncrl.metrics.record import StepLog
 from asyncrl.observability.timeline import Phases
 from asyncrl.parallel import Parallel
+from asyncrl.schema import POLICY
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.trainer.gpu_sharing import GpuSharing
 from asyncrl.trainer.parallel import host_group
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.rank import Rank
 from asyncrl.trainer.recovery import CatchingUp, Start
-from asyncrl.weights.adapters import AdapterPublisher, PastAdapters, build_adapters
 from asyncrl.weights.background import Background
 from asyncrl.weights.disk import publish_folder
-from asyncrl.weights.peft_config import user_config
 from asyncrl.weights.publish import UNSENT, Outgoing, Publisher, Staged, StagedPublisher, VersionPublisher
 from asyncrl.weights.transports import build_transport
 
@@ -49,12 +43,8 @@ def build_publisher(
 ) -> tuple[VersionPublisher, str]:
     """Return the publisher of a run, and the reason for its choice of transport."""
     config = rank.config
-    builder = _Builder(rank, policy, fleet, source)
-    sender: StagedPublisher
-    if names := adapter_names(config, rank.addresses.run_id):
-        sender, why = builder.of_adapters(names)
-    else:
-        sender, why = builder.of_weights(source, sharing.update, sharing.sent)
+    publishing = Publishing(rank, policy, fleet, source)
+    sender, why = policy.publisher(publishing) or publishing.of_weights(source, sharing.update, sharing.sent)
     if start.recovered:
         died = start.recovered.began
 
@@ -101,32 +91,13 @@ def in_background(publisher: StagedPublisher, phases: Phases, parallel: Parallel
 
 
 @dataclass(frozen=True)
-class _Builder:
-    """What the publishers of one rank that send something have in common."""
+class Publishing:
+    """What the publishers of one rank have in common."""
 
     rank: Rank
     policy: Policy
     fleet: Fleet
     source: BatchSource
-
-    def of_adapters(self, names: AdapterName) -> tuple[AdapterPublisher, str]:
-        """Return a publisher of versions as adapters. Engines that did not load this base from the model folder get it
-        from the trainers."""
-        config = self.rank.config
-        make, why = build_adapters(config, self.fleet, host=os.environ["ASYNCRL_HOST"], folder=self._folder)
-        other_base = config.trainer.lora.base != "none" or lookup.needs_weights(config)
-        publisher = AdapterPublisher(
-            self.rank.parallel,
-            self.fleet,
-            {name: partial(self._adapter, name) for name in config.agents.adapters},
-            make,
-            config.weights,
-            names=names,
-            announce=self.source.announce,
-            past=self._past(),
-            base=self._base if self.rank.addresses.attached or other_base else None,
-        )
-        return publisher, why
 
     def of_weights(
         self,
@@ -134,10 +105,11 @@ class _Builder:
         update: Update | None,
         sent: Callable[[], None] = lambda: None,
         *,
-        base: bool = False,
+        merged: str | None = POLICY,
     ) -> tuple[StagedPublisher, str]:
-        """Return a publisher of all weights, or of the base alone, and the reason for its transport. `update` is the
-        protocol, if the engines need another than usual, and `sent` is called before they continue."""
+        """Return a publisher of all weights, with what the model `merged` adds to them, and the reason for its
+        transport. `update` is the protocol, if the engines need another than usual, and `sent` is called before they
+        continue."""
         rank, config, policy = self.rank, self.rank.config, self.policy
         if not config.generates:
             return NoEngines(self.source.announce, first=rank.parallel.is_first), f"none (mode={config.mode})"
@@ -149,7 +121,7 @@ class _Builder:
             alone=os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"],
             stage=rank.parallel.pp_rank,
             gpu=on_gpu(config.trainer, gpus),
-            folder=self._folder,
+            folder=self.folder,
         )
         expected = partial(
             weights.checksums,
@@ -162,7 +134,7 @@ class _Builder:
             rank.parallel,
             update or Update(self.fleet, mode=config.weights.pause_mode),
             transport,
-            Outgoing(weights, expected, merged=None if base else config.agents.adapters[0]),
+            Outgoing(weights, expected, merged),
             config.weights,
             rollout,
             host_group(rank.timeout) if config.weights.overlap else None,
@@ -170,26 +142,7 @@ class _Builder:
         )
         return publisher, why
 
-    def _base(self, update: Update) -> StagedPublisher:
-        return self.of_weights(RolloutSide(), update, base=True)[0]
-
-    def _adapter(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield an adapter's tensors as the engines get them."""
-        dtype = getattr(torch, self.rank.config.engine.dtype)
-        return ((tensor, value.to(dtype)) for tensor, value in self.policy.weights.adapters(name))
-
-    def _past(self) -> PastAdapters:
-        """Return the folders of past versions that play roles."""
-        config, run_dir, addresses = self.rank.config, self.rank.run_dir, self.rank.addresses
-        resume = addresses.resume
-        return PastAdapters(
-            run_dir,
-            resume.parent.parent if resume and resume.parent.parent != run_dir else None,
-            needed=config.past_versions,
-            checkpoints=CheckpointStore(run_dir).begun,
-            describe=lambda tensors: user_config(config.trainer.lora, tensors, str(addresses.model)),
-        )
-
     @property
-    def _folder(self) -> Path:
+    def folder(self) -> Path:
+        """Return the folder for files that all engines see."""
         return publish_folder(self.rank.config.weights.folder, self.rank.run_dir)

@@ -18,7 +18,7 @@ class Reference:
 
     def __init__(self, network: Network, folder: Path, *, offload: bool) -> None:
         """Load the weights. With `offload` they stay in pinned host memory between passes."""
-        self._network, places = network, network.base_tensors()
+        self._network, places = network, network.weights.held()
         own = [place.data for place in places]
         for place in places:
             place.data = torch.empty_like(place.data)
@@ -34,8 +34,7 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Make the network compute with these weights inside the block, without adapters; only for passes without
-        gradient."""
+        """Make the network compute with these weights inside the block, alone; only for passes without gradient."""
         own = [place.data for place in self._places]
         try:
             for place, data in zip(self._places, self._weights, strict=True):

@@ -15,10 +15,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from asyncrl.config.roles import POLICY
 from asyncrl.errors import EngineError, WeightsError
 from asyncrl.models.parts import EMBEDDING, HEAD
 from asyncrl.parallel import EngineParallel
+from asyncrl.schema import POLICY
 from asyncrl.weights.engine_layout import EngineLayout, ParameterTarget
 from asyncrl.weights.layouts import Pieces
 

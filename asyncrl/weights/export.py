@@ -1,11 +1,11 @@
-"""Export of the weights as an HF folder, and of adapters as a PEFT folder, which transformers and SGLang can load."""
+"""Export of the weights as an HF folder, which transformers and SGLang can load."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,39 +14,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.config import TrainerConfig
-from asyncrl.config.lora import LoraConfig
-from asyncrl.config.roles import POLICY
 from asyncrl.models.families import known_families
 from asyncrl.parallel import Parallel, from_all
+from asyncrl.schema import POLICY
 from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.folder import HFFolder, write_index, write_stream
-from asyncrl.weights.peft import write_peft
-from asyncrl.weights.peft_config import adapter_folders, user_config
 from asyncrl.weights.reshard import Resharder
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.pt")
 SHARD_BYTES = 4 << 30
-
-
-def save_trained(
-    target: Path,
-    base: Path,
-    weights: Resharder,
-    parallel: Parallel,
-    trainer: TrainerConfig,
-    adapters: Sequence[str] = (POLICY,),
-) -> None:
-    """Save the weights, or adapters alone, of which several have folders below TARGET; with lora.save_merged also the
-    weights that each gives, in TARGET-merged."""
-    if not trainer.lora.rank:
-        save_hf(target, base, weights, parallel, trainer.dtype)
-        return
-    for name, folder in adapter_folders(target, adapters).items():
-        save_peft(folder, base, weights, parallel, trainer.lora, name)
-    merged = target.with_name(f"{target.name}-merged")
-    for name, folder in adapter_folders(merged, adapters).items() if trainer.lora.save_merged else ():
-        save_hf(folder, base, weights, parallel, trainer.dtype, adapter=name)
 
 
 def save_hf(
@@ -56,13 +32,13 @@ def save_hf(
     parallel: Parallel,
     dtype: str,
     *,
-    adapter: str = POLICY,
+    merged: str = POLICY,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Save the weights, merged with this adapter if there is one; runs on every rank. Each pipeline stage writes its
-    own files, with one tensor in memory at a time. Config, tokenizer, and the weights that the
-    trainer leaves alone (a vision tower, layers of multi-token prediction) come from the source folder. The
-    folder gets its final name only when it is complete.
+    """Save the weights, with what this model adds to them; runs on every rank. Each pipeline stage writes its own
+    files, with one tensor in memory at a time. Config, tokenizer, and the weights that the trainer leaves alone (a
+    vision tower, layers of multi-token prediction) come from the source folder. The folder gets its final name only
+    when it is complete.
 
     Raises WeightsError if the disk cannot take it.
     """
@@ -78,7 +54,7 @@ def save_hf(
     count = sum(len(plan) for plan in plans)
     names = (f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
     files = [[(next(names), bucket) for bucket in plan] for plan in plans]
-    stream = chain(weights.hf_tensors(merged=adapter), copied())
+    stream = chain(weights.hf_tensors(merged=merged), copied())
     for name, bucket in files[dist.get_rank()]:
         write_stream(building / name, bucket, stream)
     rest = [name for name, _ in stream]  # ranks that export nothing still take part in every gather
@@ -106,17 +82,6 @@ def _kept(source: Path, *, but: set[str], described: bool = False) -> Iterator[t
         for name in given.names():
             if name not in but and (name in drafts or (tower and name.startswith(tower))):
                 yield name, given.described(name) if described else given.read(name)
-
-
-def save_peft(target: Path, base: Path, weights: Resharder, parallel: Parallel, lora: LoraConfig, adapter: str) -> None:
-    """Save an adapter as a PEFT folder that names `base` as its model; runs on every rank.
-
-    Raises WeightsError if the disk cannot take it.
-    """
-    tensors = gathered(weights.adapters(adapter), parallel)
-    if parallel.is_first:
-        write_peft(target, user_config(lora, tensors, str(base)), tensors.items())
-    dist.barrier()
 
 
 def gathered(tensors: Iterator[tuple[str, Tensor]], parallel: Parallel) -> dict[str, Tensor]:

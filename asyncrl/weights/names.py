@@ -7,30 +7,14 @@ one; HF's are those of the safetensors files.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from asyncrl.config.roles import POLICY
 from asyncrl.errors import WeightsError
 from asyncrl.models.families import known_families
 from asyncrl.models.family import WeightRow
-from asyncrl.weights.layouts import FUSED_GATE_UP, GATE_UP, LAYOUTS, LINEAR, QKV, ROW, WHOLE, TensorLayout
-
-ADAPTER = re.compile(r"(?P<linear>.+)\.(?P<module>lora(_[\w-]+)?)\.(?P<projection>\w+)\.(?P<matrix>[AB])")
-"""Name of an adapter's matrix: that of its linear layer, of the adapter's module there, of the HF projection that it
-adapts, and of the matrix."""
-
-
-def module_of(adapter: str) -> str:
-    """Return the name of an adapter's module in a linear layer."""
-    return "lora" if adapter == POLICY else f"lora_{adapter}"
-
-
-def adapter_of(name: str) -> str | None:
-    """Return the adapter of which a Megatron parameter is a matrix; None for a parameter of the base."""
-    found = ADAPTER.fullmatch(name)
-    return (found["module"].removeprefix("lora").removeprefix("_") or POLICY) if found else None
+from asyncrl.weights.layouts import LAYOUTS, LINEAR, WHOLE, TensorLayout
 
 
 @dataclass(frozen=True)
@@ -41,7 +25,7 @@ class NameRule:
     layout: TensorLayout
     hf: tuple[str, ...]
     matrix: str | None = None
-    """A or B for a matrix of an adapter; None for a parameter of the base."""
+    """A or B for one of two factors of a weight (layouts.stack_experts); None for the parameter itself."""
     layer: int | None = None
     expert: int | None = None
     """The numbers in the name that was found."""
@@ -64,36 +48,14 @@ class NameRule:
 
     @property
     def linear(self) -> bool:
-        """True for the weight of a linear layer that can have adapters: all but the output layer, routers and the
-        projection of multi-token prediction."""
+        """True for the weight of a linear layer: of all but the output layer, routers and the projection of multi-token
+        prediction."""
         return self.layout in LINEAR and self.megatron.endswith(".weight") and "eh_proj" not in self.megatron
 
     @property
     def divides_inputs(self) -> bool:
         """True for a linear layer whose input features ranks divide."""
         return LINEAR.get(self.layout) is WHOLE
-
-    def projections(self) -> dict[str, str]:
-        """Return PEFT's modules of a linear layer's adapters by their last names. Routed experts have the form of
-        PEFT's `target_parameters`: transformers stacks their weights, with gate and up in one."""
-        if self.routed:
-            name = "down_proj" if self.divides_inputs else "gate_up_proj"
-            return {name: f"model.layers.{{layer}}.mlp.experts.{name}"}
-        # transformers' name of shared experts, which files of Hunyuan 3 call otherwise
-        modules = (re.sub(r"\.shared_\w+\.", ".shared_experts.", name.removesuffix(".weight")) for name in self.hf)
-        return {module.rpartition(".")[2]: module for module in modules}
-
-    def adapter(self, projection: str, matrix: str, *, module: str = "lora", whole: bool = False) -> NameRule:
-        """Return the rule of matrix A [rank, in] or B [out, rank] of one of a linear layer's projections, in a module
-        of `module_of`. `whole` says that every rank holds all of B."""
-        layout = ROW if self.divides_inputs else WHOLE
-        if matrix == "B":
-            outputs = FUSED_GATE_UP if self.routed and self.layout is GATE_UP else LINEAR.get(self.layout, WHOLE)
-            layout = WHOLE if whole else outputs
-        linear = self.megatron.removesuffix(".weight")
-        name = f"{self.projections()[projection]}.lora_{matrix}.weight"
-        megatron = f"{linear}.{module}.{projection}.{matrix}"
-        return replace(self, megatron=megatron, layout=layout, hf=(name,), matrix=matrix)
 
 
 Table = tuple[NameRule, ...]
@@ -146,10 +108,10 @@ def unit_of(hf_name: str) -> str:
 
 class Mapping:
     """The table of one architecture, looked up by Megatron name or by HF name. With `transformer_engine`, parameters
-    have the layouts of Megatron's TransformerEngine spec. With `shared_heads`, several ranks share a key-value head."""
+    have the layouts of Megatron's TransformerEngine spec."""
 
-    def __init__(self, architecture: str, *, transformer_engine: bool = False, shared_heads: bool = False) -> None:
-        self._transformer_engine, self._shared_heads = transformer_engine, shared_heads
+    def __init__(self, architecture: str, *, transformer_engine: bool = False) -> None:
+        self._transformer_engine = transformer_engine
         if architecture not in tables():
             raise WeightsError(f"{architecture}: no table of names for this architecture; known: {sorted(tables())}")
         self.architecture = architecture
@@ -160,12 +122,6 @@ class Mapping:
 
     def find(self, megatron_name: str) -> NameRule:
         """Return the rule of a parameter, named as in the local spec, whose layer and expert numbers are global."""
-        if of_adapter := ADAPTER.fullmatch(megatron_name):
-            found = self.find(f"{of_adapter['linear']}.weight")
-            whole = self._shared_heads and found.layout is QKV
-            part = {name: of_adapter[name] for name in ("projection", "matrix", "module")}
-            rule = found.adapter(**part, whole=whole)
-            return replace(rule, hf=tuple(self._module(name) for name in rule.hf))
         if self.tower and megatron_name.startswith("visual."):  # transformers' own module, equal on all ranks
             name = self.tower + megatron_name.removeprefix("visual.")
             return NameRule(megatron_name, WHOLE, (name,))
@@ -184,19 +140,13 @@ class Mapping:
         return without_numbers(hf_name)[0] in self._hf
 
     def is_linear(self, hf_name: str) -> bool:
-        """Return whether an HF tensor is the weight of a linear layer that can have adapters, or be quantized."""
+        """Return whether an HF tensor is the weight of a linear layer, which can be quantized."""
         rule = self._hf.get(without_numbers(hf_name)[0])
         return rule is not None and rule.linear
 
-    def adapts(self, module: str) -> bool:
-        """Return whether some linear layer has this module of PEFT, named without the number of its layer."""
-        modules = (one for rule in self._rules.values() if rule.linear for one in rule.projections().values())
-        return any(module == self._module(one) for one in modules)
-
-    def _module(self, name: str) -> str:
-        """Return the name of an adapter's module in transformers, where models that see have a text model inside, even
-        if their files do not tell."""
-        return re.sub(r"^model\.layers\.", "model.language_model.layers.", name) if self.tower else name
+    def linears(self) -> Iterator[NameRule]:
+        """Yield the rules of linear layers, without the numbers of layers and experts."""
+        return (rule for rule in self._rules.values() if rule.linear)
 
 
 def without_numbers(name: str) -> tuple[str, dict[str, int]]:

@@ -1,7 +1,7 @@
 """Publication of a version to every engine. All publishers have one protocol. Those that send do so in two parts, and
 others may work around them:
 
-    Publisher (here), AdapterPublisher (adapters.py), NoEngines (trainer/publishers.py)            send
+    Publisher (here), NoEngines (trainer/publishers.py), those of extensions (TrainerHooks)        send
     CatchingUp (trainer/recovery.py)                                                               leaves versions out
     Background (background.py), what an extension puts around it (trainer/gpu_sharing.py)          say when, and where
 
@@ -36,7 +36,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -45,10 +45,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.config import WeightsConfig, streams
-from asyncrl.config.roles import POLICY
 from asyncrl.engine.update import Pause, RolloutSide, Update
 from asyncrl.errors import EngineError
 from asyncrl.parallel import Parallel, from_all, from_first
+from asyncrl.schema import POLICY
 from asyncrl.weights.bucket import Bucket, fill, nbytes, plan_buckets
 from asyncrl.weights.checksum import QUESTION, Checksums, ExpectedChecksums, SentWeights, differing, merge, parse
 from asyncrl.weights.names import unit_of
@@ -95,8 +95,6 @@ class Staged:
     version: int
     metrics: dict[str, float]
     expected: ExpectedChecksums | None = None
-    adapters: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """The adapters of the version by name, where versions are adapters of their own."""
 
 
 class StagedPublisher(VersionPublisher):
@@ -133,7 +131,7 @@ class Outgoing:
     expected: Callable[[], ExpectedChecksums]
     """Returns what engines with these weights answer, to which the tensors are still to be added."""
     merged: str | None = POLICY
-    """The adapter that is added to the weights, if there is one."""
+    """The model whose additions are merged into the weights, if it has some."""
 
 
 class Publisher(StagedPublisher):

@@ -8,7 +8,7 @@ of them. Sequence parallelism, context parallelism and further replicas hold no 
 
 Import: each rank reads what its parameters need; nothing is communicated.
 
-A layer with adapters (trainer/lora.py) is exported with one of them merged, or the base and each adapter alone.
+A layer may say what its weight is exported as, by a method `exported` (trainer/network.py, Transformation).
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.config.roles import POLICY
 from asyncrl.parallel import Parallel
+from asyncrl.schema import POLICY
 from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.folder import HFFolder
-from asyncrl.weights.layouts import Dims, Pieces, of_expert, stack_experts
+from asyncrl.weights.layouts import Dims, Pieces, stack_experts
 from asyncrl.weights.names import (
-    ADAPTER,
     WHOLE_WITH_TRANSFORMER_ENGINE,
     Mapping,
     NameRule,
-    adapter_of,
     local_name,
-    module_of,
     unit_of,
     without_numbers,
 )
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+
+
+Found = tuple[int, str, NameRule]
+"""A parameter or persistent buffer: its chunk, its name there, and its rule with the numbers of the whole model."""
 
 
 @dataclass(frozen=True)
@@ -64,87 +65,77 @@ class Resharder:
 
     def __init__(self, chunks: Sequence[GPTModel], architecture: str, dims: Dims, parallel: Parallel) -> None:
         self._chunks = chunks
-        self._dims = dims
-        self._parallel = parallel
+        self.dims = dims
+        self.parallel = parallel
         te = chunks[0].config.transformer_impl == "transformer_engine"
-        shared = parallel.tp > dims.kv_heads
-        self._mapping = Mapping(architecture, transformer_engine=te, shared_heads=shared)
-        self._num_layers = chunks[0].config.num_layers
-        self._num_experts = chunks[0].config.num_moe_experts or 0
-        self._experts_here = self._num_experts // parallel.ep
+        self.mapping = Mapping(architecture, transformer_engine=te)
+        self.num_layers = chunks[0].config.num_layers
+        self.num_experts = chunks[0].config.num_moe_experts or 0
+        self._experts_here = self.num_experts // parallel.ep
         self._first_expert = parallel.ep_rank * self._experts_here
         self._layers_here = {number for chunk in chunks for number in _layers(chunk)}
 
     @cached_property
-    def _found(self) -> list[tuple[int, str, NameRule]]:
-        """Every parameter and persistent buffer of the base: chunk, name, and its rule with the numbers of the whole
-        model."""
-        return self._named(lambda name: not ADAPTER.fullmatch(name))
+    def _found(self) -> list[Found]:
+        """Every parameter and persistent buffer that the folder has, which are all when it is loaded."""
+        return [(number, name, self.mapping.find(of_all)) for number, name, of_all in self.names()]
 
-    @cached_property
-    def _adapters(self) -> dict[str, list[tuple[int, str, NameRule]]]:
-        """The matrices of each adapter, in the same form."""
-        found: dict[str, list[tuple[int, str, NameRule]]] = {}
-        for matrix in self._named(lambda name: bool(ADAPTER.fullmatch(name))):
-            found.setdefault(adapter_of(matrix[1]) or POLICY, []).append(matrix)
-        return found
+    def names(self) -> Iterator[tuple[int, str, str]]:
+        """Yield chunk, name and name with the numbers of the whole model of every parameter and persistent buffer."""
+        for number, chunk in enumerate(self._chunks):
+            for name in weights_of(chunk):
+                yield number, name, _global_name(name, _layers(chunk), self._first_expert)
 
-    def _named(self, wanted: Callable[[str], bool]) -> list[tuple[int, str, NameRule]]:
-        return [
-            (number, name, self._mapping.find(_global_name(name, _layers(chunk), self._first_expert)))
-            for number, chunk in enumerate(self._chunks)
-            for name in weights_of(chunk)
-            if wanted(name)
-        ]
+    def held(self) -> list[Tensor]:
+        """Return every parameter and persistent buffer that the folder has, not copies."""
+        states = [weights_of(chunk, keep_vars=True) for chunk in self._chunks]
+        return [states[chunk][name] for chunk, name, _ in self._found if name in states[chunk]]
 
     def linears(self) -> Iterator[LinearShard]:
-        """Yield this rank's linear layers that can have adapters."""
+        """Yield this rank's linear layers."""
         for chunk, name, found in self._found:
             if found.linear or WHOLE_WITH_TRANSFORMER_ENGINE.search(name):
-                module = self._chunks[chunk].get_submodule(name.removesuffix(".weight"))
-                yield LinearShard(module, found, self._degree(found), self._rank(found))
+                yield LinearShard(self.layer(chunk, name), found, self._degree(found), self._rank(found))
 
-    def _tensors(
-        self, which: list[tuple[int, str, NameRule]], *, merged: str | None = None
-    ) -> Iterator[tuple[NameRule, Tensor]]:
+    def tensors(self, which: Sequence[Found], *, merged: str | None = None) -> Iterator[tuple[NameRule, Tensor]]:
         """Look the tensors up again for each pass: mixed precision and data parallelism move a model's memory after
-        construction. Quantized weights are yielded dequantized. The adapter `merged` is added to the weights of its
-        layers."""
+        construction. A layer that says what its weight is exported as is asked for it, with `merged`."""
         states = [weights_of(chunk) for chunk in self._chunks]
         for chunk, name, found in which:
-            layer, _, kind = name.rpartition(".")
-            module = self._chunks[chunk].get_submodule(layer)
-            lora, packed = getattr(module, module_of(merged), None) if merged else None, getattr(module, "packed", None)
-            tensor = states[chunk][name] if packed is None or kind != "weight" else packed.dequantized()
-            if lora is not None and kind == "weight":
-                exact = torch.promote_types(tensor.dtype, torch.float32)
-                tensor = (tensor.to(exact) + lora.delta()).to(tensor.dtype)
-            yield found, tensor
+            exported = getattr(self.layer(chunk, name), "exported", None)
+            if exported is None or not name.endswith(".weight"):
+                yield found, states[chunk][name]
+            else:
+                yield found, exported(merged)
+
+    def layer(self, chunk: int, name: str) -> torch.nn.Module:
+        """Return the layer that holds a parameter."""
+        return self._chunks[chunk].get_submodule(name.rpartition(".")[0])
 
     def _degree(self, found: NameRule) -> int:
         """Return the number of ranks that share this parameter."""
         if found.routed:
-            return self._parallel.etp
-        return self._parallel.tp if found.layout.split else 1
+            return self.parallel.etp
+        return self.parallel.tp if found.layout.split else 1
 
     def _rank(self, found: NameRule) -> int:
         """Return this rank's number among them."""
-        return (self._parallel.etp_rank if found.routed else self._parallel.tp_rank) % self._degree(found)
+        return (self.parallel.etp_rank if found.routed else self.parallel.tp_rank) % self._degree(found)
 
     def _is_tied_copy(self, found: NameRule) -> bool:
         """Return whether this is the last stage's copy of a tied embedding."""
-        return self._dims.tied and found.megatron == "output_layer.weight"
+        return self.dims.tied and found.megatron == "output_layer.weight"
 
     # -- export --------------------------------------------------------------------------------------------
 
     def stream(self, *, merged: str | None = POLICY) -> Iterator[tuple[str, Pieces]]:
         """Yield (HF name, full tensor in pieces) of this stage, in a fixed order, on the exporting rank, and nothing on
-        other ranks. Each weight has the adapter `merged` added to it, if there is one; None exports the base alone.
+        other ranks. Each weight has what the model `merged` adds to it; None exports the folder's weights alone.
 
         Every rank must iterate to the end, because it takes part in a gather per split parameter. Pieces may be views
         of the parameter itself: read them before the next optimizer step.
         """
-        return self._full(self._exported, self._gathered, merged=merged)
+        return self._full(self.exported, self._gathered, merged=merged)
 
     def figures(self) -> dict[str, float]:
         """Return no metrics: the engines get the weights as they are."""
@@ -154,37 +145,22 @@ class Resharder:
         """Yield (HF name, full tensor), with each tensor in one piece."""
         return ((name, pieces.tensor()) for name, pieces in self.stream(merged=merged))
 
-    def quantized(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (HF name, full tensor) of the weights of the base that are quantized, dequantized, as `hf_tensors`."""
-        which = [
-            (chunk, name, found)
-            for chunk, name, found in self._exported
-            if hasattr(self._chunks[chunk].get_submodule(name.rpartition(".")[0]), "packed")
-        ]
-        return ((name, pieces.tensor()) for name, pieces in self._full(which, self._gathered))
-
-    def adapters(self, adapter: str = POLICY) -> Iterator[tuple[str, Tensor]]:
-        """Yield (HF module + .lora_A.weight or .lora_B.weight, full tensor in float32) of an adapter, as `hf_tensors`.
-
-        Routed experts have the form of PEFT's `target_parameters`, under the name of transformers' parameter: A of all
-        experts one below the other, [experts * rank, in], and B with the expert as its fastest index, [out, rank *
-        experts]. (PEFT nests the modules of several parameters, so that names in its files differ.)
-        """
-        which = self._in_gathers(self._adapters.get(adapter, []))
-        return ((name, pieces.tensor().float()) for name, pieces in self._full(which, self._gathered))
+    def whole(self, which: Sequence[Found]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (HF name, full tensor) of these parameters, as `hf_tensors`."""
+        return ((name, pieces.tensor()) for name, pieces in self._full(self._in_gathers(which), self._gathered))
 
     def described(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
         """Yield name, dtype and shape of what `hf_tensors` yields, without accessing weights or other ranks."""
-        if not self._parallel.exports:
+        if not self.parallel.exports:
             return
-        for name, pieces in self._full(self._exported, self._placeholders):
+        for name, pieces in self._full(self.exported, self._placeholders):
             whole = pieces.tensor()
             yield name, whole.dtype, whole.shape
 
     @torch.no_grad()
     def _full(
         self,
-        which: list[tuple[int, str, NameRule]],
+        which: Sequence[Found],
         shards: Callable[[NameRule, Tensor], list[Tensor]],
         *,
         merged: str | None = None,
@@ -192,7 +168,7 @@ class Resharder:
         """Yield the full tensors of these parameters, joined from what `shards` returns for each. Those of experts that
         HF stacks are yielded when all are there; at any time one stack is in memory."""
         stacks: dict[str, dict[int, Tensor]] = {}
-        for found, tensor in self._tensors(which, merged=merged):
+        for found, tensor in self.tensors(which, merged=merged):
             joined = self._joined(found, shards(found, tensor))
             if not found.stacked:
                 yield from joined
@@ -200,13 +176,13 @@ class Resharder:
             for owner, (name, pieces) in enumerate(joined):  # one expert on each expert-parallel rank
                 stack = stacks.setdefault(name, {})
                 stack[(found.expert or 0) + owner * self._experts_here] = pieces.tensor()
-                if len(stack) == self._num_experts:
-                    experts = [stack[number] for number in range(self._num_experts)]
+                if len(stack) == self.num_experts:
+                    experts = [stack[number] for number in range(self.num_experts)]
                     yield name, Pieces([stack_experts(found.matrix, experts)])
                     del stacks[name]
 
     @cached_property
-    def _exported(self) -> list[tuple[int, str, NameRule]]:
+    def exported(self) -> list[Found]:
         """The parameters in whose gathers this rank takes part; those that must arrive together are adjacent."""
         exported = self._in_gathers(self._found)
         places: dict[str, int] = {}
@@ -215,25 +191,25 @@ class Resharder:
             places.setdefault(unit, place)
         return [exported[i] for i in sorted(range(len(exported)), key=lambda i: places[units[i]])]
 
-    def _in_gathers(self, which: list[tuple[int, str, NameRule]]) -> list[tuple[int, str, NameRule]]:
+    def _in_gathers(self, which: Sequence[Found]) -> list[Found]:
         """Return those of the first replica, without the copy of a tied embedding."""
-        p, dense = self._parallel, self._parallel.dp_rank == 0 and self._parallel.cp_rank == 0
+        p, dense = self.parallel, self.parallel.dp_rank == 0 and self.parallel.cp_rank == 0
         return [
             one for one in which if (p.edp_rank == 0 if one[2].routed else dense) and not self._is_tied_copy(one[2])
         ]
 
     def _gathered(self, found: NameRule, shard: Tensor) -> list[Tensor]:
         """Return every rank's shard on the exporting rank, and nothing elsewhere."""
-        group = self._parallel.expert_group if found.routed else self._parallel.tp_group
+        group = self.parallel.expert_group if found.routed else self.parallel.tp_group
         if group.size() == 1 or not (found.routed or found.layout.split):
-            return [shard] if self._parallel.exports else []
-        parts = [torch.empty_like(shard) for _ in range(group.size())] if self._parallel.exports else None
+            return [shard] if self.parallel.exports else []
+        parts = [torch.empty_like(shard) for _ in range(group.size())] if self.parallel.exports else None
         dist.gather(shard.contiguous(), parts, group=group, group_dst=0)
         return parts or []
 
     def _placeholders(self, found: NameRule, shard: Tensor) -> list[Tensor]:
         """Return every rank's shard without its values."""
-        count = self._degree(found) * (self._parallel.ep if found.routed else 1)
+        count = self._degree(found) * (self.parallel.ep if found.routed else 1)
         return [torch.empty_like(shard, device="meta")] * count
 
     def _joined(self, found: NameRule, parts: list[Tensor]) -> Iterator[tuple[str, Pieces]]:
@@ -241,7 +217,7 @@ class Resharder:
         degree = self._degree(found)
         for owner, first in enumerate(range(0, len(parts), degree)):
             names = found.hf_names(expert_offset=owner * self._experts_here)
-            yield from zip(names, found.layout.join(parts[first : first + degree], self._dims), strict=True)
+            yield from zip(names, found.layout.join(parts[first : first + degree], self.dims), strict=True)
 
     # -- import --------------------------------------------------------------------------------------------
 
@@ -250,43 +226,29 @@ class Resharder:
         """Fill this rank's weights from an HF folder. Raises WeightsError with a tensor that is missing, left over or
         of another shape."""
         with HFFolder(folder) as source:
-            for found, tensor in self._tensors(self._found):
-                held = self._mapping.find("embedding.word_embeddings.weight") if self._is_tied_copy(found) else found
+            for found, tensor in self.tensors(self._found):
+                held = self.mapping.find("embedding.word_embeddings.weight") if self._is_tied_copy(found) else found
                 names = held.hf_names()
-                shapes = self._whole_shapes(found, tensor)
-                count, expert = (self._num_experts, found.expert) if found.stacked else (0, None)
+                shapes = self.whole_shapes(found, tensor)
+                count, expert = (self.num_experts, found.expert) if found.stacked else (0, None)
                 whole = [(count, *shape) if count else shape for shape in shapes]
                 full = [source.read(name, shape, expert) for name, shape in zip(names, whole, strict=True)]
-                self._fill(found, tensor, full)
-            source.check_nothing_left(self._mapping, self._is_for_this_rank)
+                self.fill(found, tensor, full)
+            source.check_nothing_left(self.mapping, self._is_for_this_rank)
             dropped = source.mtp_names()
-        if dropped and self._parallel.is_first:
+        if dropped and self.parallel.is_first:
             warnings.warn(
                 f"{folder}: left out {len(dropped)} tensors of multi-token prediction: {dropped}", stacklevel=2
             )
 
-    @torch.no_grad()
-    def load_adapters(self, read: Callable[[str, Sequence[int]], Tensor], adapter: str = POLICY) -> None:
-        """Fill this rank's part of an adapter from full tensors, which `read` returns by the names and shapes of
-        `adapters`."""
-        for found, tensor in self._tensors(self._adapters.get(adapter, [])):
-            (name,), (shape,) = found.hf_names(), self._whole_shapes(found, tensor)
-            count, matrix = 1 if found.expert is None else self._num_experts, found.matrix
-            whole = (count * shape[0], shape[1]) if matrix == "A" else (shape[0], shape[1] * count)
-            self._fill(found, tensor, [of_expert(read(name, whole), matrix, found.expert or 0, count)])
-
-    def adapts(self, module: str) -> bool:
-        """Return whether some rank has a linear layer for PEFT's module."""
-        general, numbers = without_numbers(module)
-        return numbers.get("layer", self._num_layers) < self._num_layers and self._mapping.adapts(general)
-
-    def _whole_shapes(self, found: NameRule, shard: Tensor) -> list[torch.Size]:
+    def whole_shapes(self, found: NameRule, shard: Tensor) -> list[torch.Size]:
         """Return the shapes of the full tensors of which a rank holds this shard."""
-        whole = found.layout.join([torch.empty_like(shard, device="meta")] * self._degree(found), self._dims)
+        whole = found.layout.join([torch.empty_like(shard, device="meta")] * self._degree(found), self.dims)
         return [pieces.tensor().shape for pieces in whole]
 
-    def _fill(self, found: NameRule, shard: Tensor, full: list[Tensor]) -> None:
-        shard.copy_(found.layout.shard(full, self._degree(found), self._rank(found), self._dims))
+    def fill(self, found: NameRule, shard: Tensor, full: list[Tensor]) -> None:
+        """Fill a rank's shard from full tensors."""
+        shard.copy_(found.layout.shard(full, self._degree(found), self._rank(found), self.dims))
 
     def _is_for_this_rank(self, hf_name: str) -> bool:
         """Return whether an HF tensor belongs to a layer and an expert that this rank holds, or that no rank holds."""
@@ -295,8 +257,8 @@ class Resharder:
         experts = range(self._first_expert, self._first_expert + self._experts_here)
         return (
             layer is not None
-            and (layer in self._layers_here or layer >= self._num_layers)
-            and (expert is None or expert in experts or expert >= self._num_experts)
+            and (layer in self._layers_here or layer >= self.num_layers)
+            and (expert is None or expert in experts or expert >= self.num_experts)
         )
 
 

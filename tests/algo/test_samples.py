@@ -59,10 +59,8 @@ def test_each_adapter_has_the_denominator_of_its_samples_alone(aggregation: str)
     ]
     made = [Group("g", 0, [12, 11], [Trajectory(one) for one in turns], "made"), group(1, [4, 2])]
     samples = [one for of in build_samples(made, lambda role: "solver" if role == "b" else "policy") for one in of]
-    assert [one.adapter for one in samples] == ["policy", "solver"] * 3 + ["policy"] * 2
-    alone = [
-        weights(made, aggregation, [one for one in samples if one.adapter == name]) for name in ("policy", "solver")
-    ]
+    assert [one.model for one in samples] == ["policy", "solver"] * 3 + ["policy"] * 2
+    alone = [weights(made, aggregation, [one for one in samples if one.model == name]) for name in ("policy", "solver")]
     assert weights(made, aggregation, samples).equal(alone[0] + alone[1])
     if aggregation != "constant":
         assert [one.sum().item() for one in alone] == pytest.approx([1.0, 1.0])

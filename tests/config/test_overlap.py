@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import streams
 from asyncrl.errors import ConfigError
-from asyncrl.weights.choice import choose_lora
 from tests.fakes import ALONE, GIVEN, tiny_config
 
 OVERLAP = {"weights.overlap": True, "rollout.max_staleness": 2, "rollout.lead": None}
@@ -45,10 +43,3 @@ def test_settings_without_room_for_an_overlap_are_refused(changes: dict[str, Any
 )
 def test_other_settings_fit_an_overlap(changes: dict[str, Any]) -> None:
     tiny_config(**OVERLAP | changes)
-
-
-def test_all_weights_are_staged_on_gpus_and_adapters_are_merged() -> None:
-    config = tiny_config(**OVERLAP, **{"trainer.lora.rank": 4, "weights.lora": "auto"})
-    assert not streams(config.weights, gpu=True)
-    resolved, why = choose_lora(config, {"architectures": ["LlamaForCausalLM"]}, gpus=8)
-    assert (resolved.weights.lora, why) == ("merged", "merged (weights.overlap publishes full weights)")

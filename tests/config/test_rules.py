@@ -22,11 +22,6 @@ from asyncrl.launch.checks import model
 from asyncrl.settings import Rule, require
 from tests.fakes import ALONE, GIVEN, JOB, tiny_config
 
-LORA: dict[str, Any] = {"trainer.lora.rank": 4, "weights.lora": "versions"}
-ROLE: dict[str, Any] = {"adapter": "judge", "past": None}
-PAST = {"every": 1, "keep": 2}
-ROLES: dict[str, Any] = {**LORA, "agents.roles": {"judge": ROLE, "other": {**ROLE, "adapter": "other"}}}
-
 ROOT = Path(asyncrl.__file__).parent
 FILE: dict[str, Any] = {"task.kind": "file", "task.reward": "exact"}
 EVALUATED = {"eval.questions": 2, "eval.sets": {"digits": {**tiny_config().task.model_dump(), "name": "digits"}}}
@@ -39,20 +34,12 @@ BASES: dict[str, list[dict[str, Any]]] = {
     "_speculation": [{"engine.server_args": {"speculative_algorithm": "EAGLE"}}],
     "_host_caches": [{"engine.hicache": 64}],
     "_batch_parts": [{"trainer.batch_parts": 2}],
-    "_overlap": [{"weights.overlap": True, "rollout.max_staleness": 2}, {"weights.overlap": True, **LORA}],
+    "_overlap": [{"weights.overlap": True, "rollout.max_staleness": 2}],
     "_shared_gpus": [{"cluster.placement": "shared"}],
-    "_roles": [ROLES],
-    "_adapters": [
-        *(LORA, {**LORA, "trainer.lora.targets": ["q_a_proj"]}, {**LORA, "trainer.lora.targets": ["q_proj"]}),
-    ],
     "_tasks": [{}],
     "_group_sizes": [{"algo.advantage": "grpo"}],
     "_signal": [{"algo.advantage": "none"}],
-    "_shape": [
-        base | {"engine.tensor_parallel": 2, f"engine.{size}_parallel": 2}
-        for base in ({}, LORA)
-        for size in ("expert", "data", "pipeline")
-    ],
+    "_shape": [{"engine.tensor_parallel": 2, f"engine.{size}_parallel": 2} for size in ("expert", "data", "pipeline")],
     **({"auto_plan": [{}]} if (ROOT / "extensions/plan").exists() else {}),
 }
 """Settings by the subject whose rules hold under them: a function of config/rules.py, or another module. Every field of
@@ -64,7 +51,7 @@ CAUSES: dict[str, list[dict[str, Any]]] = {
         {"trainer.optimizer.lr": 1e-9},
         {"trainer.optimizer.warmup_steps": 10**6},
     ],
-    "_extended": [{"weights.transport": "x"}, {"trainer.lora.rank": 4, "trainer.lora.base": "x"}],
+    "_extended": [{"weights.transport": "x"}],
     "_modes": [{"deterministic": True, "rollout.max_staleness": 1}],
     "_evaluation": [{"eval.questions": 0}, {"task.name": "digits"}],
     "_server_args": [
@@ -79,14 +66,9 @@ CAUSES: dict[str, list[dict[str, Any]]] = {
         {"engine.server_args": {"hicache_storage_backend": "file"}},
         {"rollout.cache_key": "group", "weights.pause_mode": "in_place"},
     ],
-    "_batch_parts": [ROLES, {"algo.advantage": "reinforce_pp"}],
+    "_batch_parts": [{"algo.advantage": "reinforce_pp"}],
     "_overlap": [{"rollout.max_staleness": 0}, {"rollout.max_staleness": 2, "rollout.lead": 0}],
     "_shared_gpus": [{"engine.memory_fraction": 0.9}],
-    "_roles": [
-        {"trainer.data_parallel": 2, "trainer.overlap_grad_reduce": True},
-        {"agents.roles": {"judge": {**ROLE, "past": PAST}}},
-        {"agents.roles": {"judge": {**ROLE, "past": PAST}, "other": {**ROLE, "past": {**PAST, "keep": 3}}}},
-    ],
     "_tasks": [
         {"task.kind": "benchmark"},
         *({"task.kind": "hf", "task.dataset": "d", "task.train_split": split} for split in ("test", None)),
@@ -127,9 +109,9 @@ class Rules:
         counts: dict[str, int] = {}
         for field, *_, broken, _ in found:
             counts[field] = counts.get(field, 0) + 1
-            # rules about each argument of SGLang that was given are the same for all arguments, as are those of roles
-            each = subject in ("_server_args", "_roles")
-            name = re.sub(r"(server_args|roles)\.\w+", r"\1.*", field) if each else field
+            # rules about each argument of SGLang that was given are the same for all arguments
+            each = subject == "_server_args"
+            name = re.sub(r"server_args\.\w+", "server_args.*", field) if each else field
             name = re.sub(r"eval\.sets\.\w+", "task", name)
             place = subject, line, prefix + name, counts[field]
             self.seen.add(place)

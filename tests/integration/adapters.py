@@ -13,19 +13,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.config.lora import LINEARS
-from asyncrl.config.roles import POLICY
-from asyncrl.engine.adapters import InUse, adapter_names
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.router import RouterWorkers
+from asyncrl.engine.served import InUse
+from asyncrl.extensions.lora.publish import AdapterPublisher, PastAdapters, build_adapters
+from asyncrl.extensions.lora.rules import LINEARS
+from asyncrl.extensions.lora.served import adapter_names, no_past
 from asyncrl.network.addresses import Addresses
 from asyncrl.parallel import Parallel
-from asyncrl.weights.adapters import AdapterPublisher, build_adapters
+from asyncrl.schema import POLICY
 from tests.integration.fleet import Engines
-from tests.integration.publisher import ALONE, NO_PAST
+from tests.integration.publisher import ALONE
 
 RANK = 4
 SETTINGS = (f"trainer.lora.rank={RANK}", "trainer.lora.alpha=8", "weights.lora=versions", "rollout.max_staleness=2")
+
+NO_PAST = PastAdapters(Path("/nowhere"), None, no_past, list, lambda tensors: {})
 
 
 class SeededAdapters:
@@ -71,7 +74,7 @@ def publisher_of(
     folder: Path,
     *,
     run: str,
-    announce: Callable[[int], InUse] = lambda version: InUse([], {}),
+    announce: Callable[[int], InUse] = lambda version: InUse(),
     tidy: bool = True,
     others: Mapping[str, SeededAdapters] = MappingProxyType({}),
 ) -> Iterator[AdapterPublisher]:

@@ -23,14 +23,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from asyncrl import lookup
 from asyncrl.config import Config
-from asyncrl.engine.adapters import no_past
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.router import RouterWorkers
 from asyncrl.engine.update import Update
 from asyncrl.models.architectures import flat
 from asyncrl.network.addresses import Addresses
 from asyncrl.parallel import Parallel
-from asyncrl.weights.adapters import PastAdapters
 from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.publish import Outgoing, Publisher
@@ -53,9 +51,6 @@ class FakeRollout:
 
     hold: Callable[[], None] = lambda: None
     announce: Callable[[int], object] = lambda version: None
-
-
-NO_PAST = PastAdapters(Path("/nowhere"), None, no_past, list, lambda tensors: {})
 
 
 class SeededWeights:

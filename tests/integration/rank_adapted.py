@@ -23,6 +23,8 @@ from torch import Tensor  # noqa: E402
 
 from asyncrl.config import Config, read  # noqa: E402
 from asyncrl.errors import ConfigError  # noqa: E402
+from asyncrl.extensions.lora.transformation import Adapted  # noqa: E402
+from asyncrl.extensions.lora.weights import AdapterWeights  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.schema import Batch, Group  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
@@ -43,7 +45,7 @@ def check_targets(config: Config, folder: Path, parallel: Parallel) -> None:
     """Assert that a layer that the model lacks is refused by name."""
     lora = config.trainer.lora.model_copy(update={"targets": ["q_proj", "q_prj"]})
     with pytest.raises(ConfigError, match=r"no linear layer q_prj: use some of \['"):
-        Network(config.trainer.model_copy(update={"lora": lora}), folder / "model", parallel)
+        Network(config.trainer, folder / "model", parallel, transformation=Adapted(lora))
 
 
 def check_replicas(network: Network, parallel: Parallel) -> None:
@@ -71,16 +73,15 @@ def check_roles(config: Config, folder: Path, parallel: Parallel, groups: list[G
             policy.update(Batch(version, groups, {}))
         return policy
 
-    together = updated(roles, both, "grpo").network.weights
+    together = AdapterWeights(updated(roles, both, "grpo").weights)
     for role, groups_of in alone.items():
         adapter = role or "policy"
-        wanted = dict(
-            updated({adapter: roles[adapter]} if role else {}, groups_of, "grpo").network.weights.adapters(adapter)
-        )
-        found = dict(together.adapters(adapter))
+        policy = updated({adapter: roles[adapter]} if role else {}, groups_of, "grpo")
+        wanted = dict(AdapterWeights(policy.weights).tensors(adapter))
+        found = dict(together.tensors(adapter))
         assert [key for key, tensor in wanted.items() if not found[key].equal(tensor)] == []
     critic, _ = updated(roles, both, "gae").others["critic"]
-    assert not dict(critic.weights.adapters("solver"))
+    assert not dict(AdapterWeights(critic.weights).tensors("solver"))
 
 
 def only(group: Group, role: str) -> Group:

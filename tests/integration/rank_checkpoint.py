@@ -24,7 +24,6 @@ from asyncrl.schema import Batch, Group  # noqa: E402
 from asyncrl.trainer import checkpoint  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
-from asyncrl.weights.export import save_trained  # noqa: E402
 from tests.fakes import fake_rank  # noqa: E402
 
 VERSION = 2
@@ -63,9 +62,8 @@ def main(name: str, source: str, folders: list[Path]) -> None:
         figures = policy.update(Batch(VERSION, groups, {}))
         writer.finish()
         assert (writer.last, told) == (VERSION, []), told
-        save_trained(
-            folder / f"out-{name}", folder / "model", policy.weights, parallel, config.trainer, config.agents.adapters
-        )
+        target, dtype = folder / f"out-{name}", config.trainer.dtype
+        policy.network.transformation.save(target, folder / "model", policy.weights, parallel, dtype)
         if parallel.is_first:
             (folder / f"figures-{name}.json").write_text(json.dumps([figures]))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,9 +24,11 @@ from torch import Tensor  # noqa: E402
 
 from asyncrl.algo.pack import Pack  # noqa: E402
 from asyncrl.checkpoints.torch_dist import write_frame  # noqa: E402
-from asyncrl.config import TrainerConfig  # noqa: E402
-from asyncrl.config.roles import POLICY  # noqa: E402
+from asyncrl.config import AgentsConfig, TrainerConfig  # noqa: E402
+from asyncrl.extensions.lora.transformation import Adapted  # noqa: E402
+from asyncrl.extensions.lora.weights import AdapterWeights, adapter_of  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
+from asyncrl.schema import POLICY  # noqa: E402
 from asyncrl.trainer import sharded  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
 from asyncrl.trainer.microbatches import Groups, TokenAccumulator  # noqa: E402
@@ -33,10 +36,14 @@ from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.sharded import ShardedState  # noqa: E402
-from asyncrl.weights.names import adapter_of  # noqa: E402
 from tests.integration.updates import drawn_samples, token_weights  # noqa: E402
 
 ROWS, ROLES = len(token_weights()), (POLICY, "solver")
+
+
+def adapted(trainer: TrainerConfig, names: Sequence[str]) -> Adapted:
+    """Return the adapters of these names, each of which plays a role."""
+    return Adapted(trainer.lora, AgentsConfig.model_validate({"roles": {name: {"adapter": name} for name in names}}))
 
 
 def scored(network: Network, parallel: Parallel, of: Groups | None = None) -> Tensor:
@@ -57,7 +64,7 @@ def gradients(network: Network, adapter: str = POLICY) -> dict[str, Tensor]:
     own = [(one, one.detach().clone()) for one in network.parameters() if one.requires_grad]
     for parameter, _ in own:
         parameter.data.copy_(parameter.main_grad)  # type: ignore[attr-defined]
-    found = {name: tensor.clone() for name, tensor in network.weights.adapters(adapter)}
+    found = {name: tensor.clone() for name, tensor in AdapterWeights(network.weights).tensors(adapter)}
     for parameter, data in own:
         parameter.data.copy_(data)
     return found
@@ -75,13 +82,13 @@ def restored(network: Network, state: ShardedState, folder: Path) -> dict[str, T
             if parameter.requires_grad:
                 parameter.fill_(7)
     state.load(folder)
-    return {name: tensor.clone() for name, tensor in network.weights.adapters()}
+    return {name: tensor.clone() for name, tensor in AdapterWeights(network.weights).tensors()}
 
 
 def check_checkpoints(network: Network, optimizer: NetworkOptimizer, folder: Path, layout: str, name: str) -> None:
     """Assert that a checkpoint of this layout restores every bit of the adapters, and one of a single rank the same
     values."""
-    state, before = ShardedState(network, optimizer), dict(network.weights.adapters())
+    state, before = ShardedState(network, optimizer), dict(AdapterWeights(network.weights).tensors())
     before = {key: tensor.clone() for key, tensor in before.items()}
     (folder / f"{layout}-{name}-checkpoint").mkdir(exist_ok=True)
     sharded.write(folder / f"{layout}-{name}-checkpoint", list(state.written()), None)
@@ -101,22 +108,24 @@ def check_roles(trainer: TrainerConfig, model: Path, parallel: Parallel, checkpo
     optimizer = trainer.optimizer.model_copy(update={"clip_grad": 0.0})
     trainer = trainer.model_copy(update={"optimizer": optimizer, "overlap_grad_reduce": False})
     plainly = trainer.model_copy(update={"overlap_param_gather": False})
-    made = {ROLES: Network(trainer, model, parallel, adapters=ROLES)}
-    made |= {(role,): Network(plainly, model, parallel, adapters=(role,)) for role in ROLES}
+    made = {ROLES: Network(trainer, model, parallel, transformation=adapted(trainer, ROLES))}
+    made |= {(role,): Network(plainly, model, parallel, transformation=adapted(plainly, (role,))) for role in ROLES}
     optimizers = {names: NetworkOptimizer(trainer, network, 100) for names, network in made.items()}
-    samples = [[replace(one, adapter=ROLES[n % 2]) for n, one in enumerate(group)] for group in drawn_samples()]
-    own = {role: [[one for one in group if one.adapter == role] for group in samples] for role in ROLES}
+    samples = [[replace(one, model=ROLES[n % 2]) for n, one in enumerate(group)] for group in drawn_samples()]
+    own = {role: [[one for one in group if one.model == role] for group in samples] for role in ROLES}
     for seed, role in enumerate(ROLES):
         for network in (made[ROLES], made[role,]):
             draw = torch.Generator().manual_seed(seed)
-            network.weights.load_adapters(lambda _, shape, draw=draw: torch.randn(*shape, generator=draw) * 0.1, role)
+            AdapterWeights(network.weights).load(
+                lambda _, shape, draw=draw: torch.randn(*shape, generator=draw) * 0.1, role
+            )
     both = scored(made[ROLES], parallel, samples)
     with made[ROLES].base(), made[ROLES[:1]].base():
         plain = scored(made[ROLES[:1]], parallel)
         torch.testing.assert_close(scored(made[ROLES], parallel, samples), plain, rtol=0, atol=1e-5)
     assert not torch.allclose(both, plain, atol=0.01)
     assert both.equal(sum(scored(made[role,], parallel, own[role]) for role in ROLES))
-    before = {key: one.clone() for key, one in made[ROLES].weights.adapters()}
+    before = {key: one.clone() for key, one in AdapterWeights(made[ROLES].weights).tensors()}
     for _ in range(2):
         for names, network in made.items():
             optimizers[names].zero_grad()
@@ -125,9 +134,12 @@ def check_roles(trainer: TrainerConfig, model: Path, parallel: Parallel, checkpo
             check_equal(gradients(made[ROLES], role), gradients(made[role,], role))
         assert all(one.step()[1] for one in optimizers.values())
     made[ROLES].gather()
-    assert all(not one.equal(before[key]) for key, one in made[ROLES].weights.adapters())
+    assert all(not one.equal(before[key]) for key, one in AdapterWeights(made[ROLES].weights).tensors())
     for role in ROLES:
-        check_equal(dict(made[ROLES].weights.adapters(role)), dict(made[role,].weights.adapters(role)))
+        check_equal(
+            dict(AdapterWeights(made[ROLES].weights).tensors(role)),
+            dict(AdapterWeights(made[role,].weights).tensors(role)),
+        )
     check_restored(made[ROLES], optimizers[ROLES], checkpoint, parallel, first=first)
 
 
@@ -163,8 +175,8 @@ def main(folder: Path, layout: str) -> None:
 
     for name, targets in settings["models"].items():
         lora = trainer.lora.model_copy(update={"targets": targets})
-        network = Network(trainer.model_copy(update={"lora": lora}), folder / name, parallel)
-        out = {f"start {key}": tensor.clone() for key, tensor in network.weights.adapters()}
+        network = Network(trainer, folder / name, parallel, transformation=Adapted(lora))
+        out = {f"start {key}": tensor.clone() for key, tensor in AdapterWeights(network.weights).tensors()}
         given = load_file(folder / f"{name}-adapters.safetensors")
         used: set[str] = set()
 
@@ -173,8 +185,8 @@ def main(folder: Path, layout: str) -> None:
             used.add(key)
             return given[key]
 
-        network.weights.load_adapters(read)
-        again = {key: tensor.clone() for key, tensor in network.weights.adapters()}
+        AdapterWeights(network.weights).load(read)
+        again = {key: tensor.clone() for key, tensor in AdapterWeights(network.weights).tensors()}
         dtype = getattr(torch, trainer.dtype)
         assert all(tensor.equal(given[key].to(dtype).float()) for key, tensor in again.items())
         optimizer = NetworkOptimizer(trainer, network, 100)
@@ -189,7 +201,7 @@ def main(folder: Path, layout: str) -> None:
             out |= {f"gradient {key}": tensor for key, tensor in gradients(network).items()}
         out["norm"] = torch.tensor(optimizer.step()[0])
         network.gather()
-        out |= {f"after {key}": tensor.clone() for key, tensor in network.weights.adapters()}
+        out |= {f"after {key}": tensor.clone() for key, tensor in AdapterWeights(network.weights).tensors()}
         out |= {f"merged {key}": tensor.clone() for key, tensor in network.weights.hf_tensors()}
         out |= {f"base {key}": tensor for key, tensor in base.items()}
         still = [one.detach() for one in network.parameters() if not one.requires_grad]

@@ -18,6 +18,7 @@ from torch import Tensor  # noqa: E402
 from asyncrl.algo.pack import Pack  # noqa: E402
 from asyncrl.algo.samples import Sample  # noqa: E402
 from asyncrl.config import TrainerConfig  # noqa: E402
+from asyncrl.extensions.lora.transformation import transformation_of  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
@@ -27,7 +28,7 @@ from asyncrl.trainer.parallel import initialize  # noqa: E402
 def main(folder: Path, rows: int, vocab: int) -> None:
     trainer = TrainerConfig.model_validate(json.loads((folder / "trainer.json").read_text()))
     parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
-    network = Network(trainer, folder / "model", parallel)
+    network = Network(trainer, folder / "model", parallel, transformation=transformation_of(trainer.lora))
     optimizer = NetworkOptimizer(trainer, network, 100)
     shards = list(optimizer.shards())
     every = {id(one): one for one in network.parameters()}.values()

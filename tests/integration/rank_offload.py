@@ -17,6 +17,7 @@ from torch import Tensor  # noqa: E402
 
 from asyncrl.algo.pack import Pack  # noqa: E402
 from asyncrl.config import TrainerConfig  # noqa: E402
+from asyncrl.extensions.lora.transformation import transformation_of  # noqa: E402
 from asyncrl.extensions.offload.device_memory import DeviceMemory, HeldTensors  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
@@ -37,7 +38,9 @@ class Trained:
     """A network with its optimizer, and what a test compares."""
 
     def __init__(self, trainer: TrainerConfig, folder: Path, parallel: object) -> None:
-        self.network = Network(trainer, folder, parallel)  # type: ignore[arg-type]
+        self.network = Network(  # type: ignore[arg-type]
+            trainer, folder, parallel, transformation=transformation_of(trainer.lora)
+        )
         self.optimizer = NetworkOptimizer(trainer, self.network, 100)
         self.memory = DeviceMemory(self._held, stand_in=True)
         self.state = ShardedState(self.network, self.optimizer, self.memory.readable)

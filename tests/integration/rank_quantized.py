@@ -25,6 +25,8 @@ from torch import Tensor  # noqa: E402
 from asyncrl.algo.pack import Pack  # noqa: E402
 from asyncrl.config import TrainerConfig  # noqa: E402
 from asyncrl.errors import RecordError  # noqa: E402
+from asyncrl.extensions.lora.transformation import Adapted  # noqa: E402
+from asyncrl.extensions.lora.weights import AdapterWeights  # noqa: E402
 from asyncrl.extensions.qlora import stored as packed_base  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
@@ -37,7 +39,7 @@ from tests.integration.updates import drawn_samples, token_weights  # noqa: E402
 def passes(network: Network, parallel: Parallel) -> list[Tensor]:
     """Return log-probabilities and gradients with random adapters."""
     draw = torch.Generator().manual_seed(3)
-    network.weights.load_adapters(lambda name, shape: torch.randn(*shape, generator=draw) * 0.1)
+    AdapterWeights(network.weights).load(lambda name, shape: torch.randn(*shape, generator=draw) * 0.1)
 
     def visit(head: Head, one: Pack) -> Tensor:
         return -(token_weights()[one.table_rows] * head.score(one, 1.0)[0]).sum()
@@ -81,7 +83,8 @@ def main(folder: Path, layout: str) -> None:
     parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
     told = {}
     for name in settings["models"]:
-        network, dense = Network(trainer, folder / name, parallel), folder / f"{layout}-{name}"
+        network = Network(trainer, folder / name, parallel, transformation=Adapted(trainer.lora))
+        dense = folder / f"{layout}-{name}"
         base = {key: tensor.contiguous().clone() for key, tensor in network.weights.hf_tensors(merged=None)}
         if parallel.is_first:
             dense.mkdir()
@@ -93,7 +96,7 @@ def main(folder: Path, layout: str) -> None:
         told[name] = base_bytes(network)
         merged = {key: tensor.clone() for key, tensor in network.weights.hf_tensors()}
         del network
-        other = Network(plain, dense, parallel)
+        other = Network(plain, dense, parallel, transformation=Adapted(plain.lora))
         expected = passes(other, parallel)
         assert found[1].abs().max() > 0
         assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))

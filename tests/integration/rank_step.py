@@ -18,10 +18,19 @@ from torch import Tensor  # noqa: E402
 from asyncrl.algo.pack import Pack, pack  # noqa: E402
 from asyncrl.config import TrainerConfig  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
-from asyncrl.trainer.network import Network  # noqa: E402
+from asyncrl.trainer.network import Network, Transformation  # noqa: E402
 from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from tests.integration.updates import TIED, drawn_samples, token_weights  # noqa: E402
+
+
+def adapters(trainer: TrainerConfig) -> Transformation | None:
+    """Return the adapters of these settings, if there are some."""
+    if trainer.lora.rank is None:
+        return None
+    from asyncrl.extensions.lora.transformation import Adapted
+
+    return Adapted(trainer.lora)
 
 
 def main(folder: Path) -> None:
@@ -32,7 +41,7 @@ def main(folder: Path) -> None:
         return -(token_weights()[one.table_rows] * head.score(one, 1.0)[0]).sum()
 
     for name in TIED:
-        network = Network(trainer, folder / name, parallel)
+        network = Network(trainer, folder / name, parallel, transformation=adapters(trainer))
         optimizer = NetworkOptimizer(trainer, network, 100)
         norms = []
         for split in (3, 2, 1):  # the first update has one micro-batch, later ones two

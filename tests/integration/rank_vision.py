@@ -27,7 +27,6 @@ from asyncrl.algo.pack import Pack  # noqa: E402
 from asyncrl.algo.samples import build_samples  # noqa: E402
 from asyncrl.checkpoints.torch_dist import write_frame  # noqa: E402
 from asyncrl.config import Config, load  # noqa: E402
-from asyncrl.config.roles import POLICY  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.schema import Batch, Group  # noqa: E402
 from asyncrl.trainer import sharded  # noqa: E402
@@ -37,7 +36,7 @@ from asyncrl.trainer.microbatches import TokenAccumulator  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
-from asyncrl.weights.export import save_hf, save_peft  # noqa: E402
+from asyncrl.weights.export import save_hf  # noqa: E402
 from tests.integration.vision import weights  # noqa: E402
 
 
@@ -82,7 +81,8 @@ def started(config: Config, folder: Path, saved_as: str, groups: list[Group], pa
     assert all(one.equal(two) for one, two in both)
     save_hf(folder / saved_as, folder, policy.weights, parallel, "float32")
     if config.trainer.lora.rank:
-        save_peft(folder / f"{saved_as}-peft", folder, policy.weights, parallel, config.trainer.lora, POLICY)
+        target = folder / f"{saved_as}-peft"
+        policy.network.transformation.save(target, folder, policy.weights, parallel, "float32")
     return found
 
 

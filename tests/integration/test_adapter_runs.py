@@ -14,8 +14,8 @@ import torch
 
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import read
-from asyncrl.config.lora import resident_adapters
 from asyncrl.extensions.convert.cli import main as convert
+from asyncrl.extensions.lora.rules import resident_adapters
 from asyncrl.metrics.fields import unknown
 from tests.integration import roles
 from tests.integration.books import balanced, check_books, check_replay, groups_of, tensors, trained, weights

@@ -14,16 +14,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
-from asyncrl.config.lora import LINEARS
-from asyncrl.config.roles import POLICY
-from asyncrl.engine.adapters import InUse, adapter_names
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.fleet import CallRefused
+from asyncrl.engine.served import InUse
 from asyncrl.engine.stream import GenerateEndpoint
-from asyncrl.schema import Completion
-from asyncrl.weights.adapters import AdapterPublisher
-from asyncrl.weights.peft import write_peft
-from asyncrl.weights.peft_config import user_config
+from asyncrl.extensions.lora.peft import write_peft
+from asyncrl.extensions.lora.peft_config import user_config
+from asyncrl.extensions.lora.publish import AdapterPublisher
+from asyncrl.extensions.lora.rules import LINEARS
+from asyncrl.extensions.lora.served import ServedAdapters, adapter_names
+from asyncrl.schema import POLICY, Completion
 from tests.fakes import client_of
 from tests.integration.adapters import SETTINGS, SeededAdapters, publish, publisher_of
 from tests.integration.fleet import Engines, engines
@@ -56,7 +56,7 @@ def changed(config: Config, **changes: Any) -> Config:
     return config.model_copy(update={"trainer": trainer, "weights": weights})
 
 
-def client(fleet: Engines, run: str, **changes: object) -> GenerationClient:
+def client(fleet: Engines, run: str, **changes: Any) -> GenerationClient:
     values = {
         "run": run,
         "max_new_tokens": 48,
@@ -64,7 +64,7 @@ def client(fleet: Engines, run: str, **changes: object) -> GenerationClient:
         "stop_token_ids": [EOS],
         "retry_timeout": 30.0,
         "coalesce": False,
-        "names": adapter_names(fleet.config, run),
+        "served": ServedAdapters(names=adapter_names(fleet.config, run), per=changes.pop("per", "completion")),
     }
     endpoint = GenerateEndpoint(fleet.addresses.router, fleet.addresses.access, 60.0)
     return client_of(endpoint, {**values, **changes})
@@ -79,7 +79,7 @@ def played(
     config: Config | None = None,
     weights: SeededAdapters | None = None,
     prepare: Callable[[AdapterPublisher], None] = lambda publisher: None,
-    **settings: object,
+    **settings: Any,
 ) -> Any:
     """Run `play` with a client and a function that publishes a version in a thread, as the trainer would."""
 
@@ -88,7 +88,7 @@ def played(
 
         async def tell(version: int) -> InUse:
             made.inflight.release(version)
-            return made.inflight.adapters.in_use(version)
+            return made.inflight.served.in_use(version)
 
         def announce(version: int) -> InUse:
             return asyncio.run_coroutine_threadsafe(tell(version), loop).result(120)

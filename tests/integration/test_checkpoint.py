@@ -23,10 +23,10 @@ from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.checkpoints.torch_dist import read_metadata
 from asyncrl.config import load
 from asyncrl.extensions.convert.cli import main
+from asyncrl.extensions.lora.peft_config import adapter_folders
+from asyncrl.extensions.lora.weights import adapter_of
 from asyncrl.launch.main import CONF
 from asyncrl.weights.folder import HFFolder
-from asyncrl.weights.names import adapter_of
-from asyncrl.weights.peft_config import adapter_folders
 from tests.integration.checkpoints import ALGO, launch, written
 from tests.integration.rank_checkpoint import VERSION
 from tests.integration.ranks import run_ranks

@@ -168,7 +168,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         if not folder.exists():
             write(folder, case)
         config = load(engine_of(case.shape).model_dump(mode="json") | {"quantized": {"format": case.kind}})
-        engine, more = config.engine, lookup.engine_arguments(config)
+        engine, more = config.engine, lookup.engine_arguments(config, gpu=False)
         files, out = publishes(folder, case.kind), base / f"{case}.json"
         job = {
             "args": server_argv(engine, folder, "http://127.0.0.1:30000", gpu=False, seed=0, **more)[3:],

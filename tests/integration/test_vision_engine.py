@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.stream import GenerateEndpoint
+from asyncrl.extensions.lora.served import ServedAdapters, adapter_names
 from asyncrl.extensions.vision.decoder import DecodingProcesses
 from asyncrl.extensions.vision.fitting import ImageSizes
 from asyncrl.extensions.vision.reader import ImageTokens, Vision
@@ -277,8 +277,8 @@ def test_adapters_of_roles_answer_with_their_own_weights(fleet: Engines, tmp_pat
                 assert difference(fleet, context, [image], answer, folders[other]) > 1e-3
                 assert difference(fleet, context, [image], answer) > 1e-3
 
-    names, agents = adapter_names(fleet.config, run), fleet.config.agents
-    played(fleet, play, run=run, names=names, agents=agents)
+    served = ServedAdapters(fleet.config.agents, adapter_names(fleet.config, run))
+    played(fleet, play, run=run, served=served)
 
 
 def test_stacked_experts_answer_as_transformers_does(tmp_path: Path) -> None:

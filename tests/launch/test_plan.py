@@ -114,19 +114,6 @@ def test_engines_keep_experts_only_where_replayed() -> None:
     assert flag not in flags(made()["engine-0"])
 
 
-def test_engines_serve_adapters_only_where_versions_are_adapters() -> None:
-    settings = {"trainer.lora.rank": 8, "trainer.lora.targets": ["q_proj", "v_proj"], "rollout.max_staleness": 3}
-    found = made(**settings, **{"weights.lora": "versions"})["engine-0"]
-    assert flags(found)["max-lora-rank"] == "8"
-    assert flags(found)["max-loras-per-batch"] == "7"  # 4 in use, the next one, an evaluation's, the base
-    assert flags(found)["lora-backend"] == "torch_native"
-    place = found.argv.index("--lora-target-modules")
-    assert found.argv[place + 1 : place + 4] == ["q_proj", "v_proj", "--max-loras-per-batch"]
-    assert "lora-backend" not in flags(made(gpus=2, **settings, **{"weights.lora": "versions"})["engine-0"])
-    assert "enable-lora" not in flags(made(**settings, **{"weights.lora": "merged"})["engine-0"])
-    assert "enable-lora" not in flags(made(**{"weights.lora": "versions"})["engine-0"])
-
-
 def test_cache_fits_the_gpu_or_is_stated_on_a_cpu() -> None:
     unset = {"engine.max_total_tokens": None, "scorer.max_total_tokens": None}
     for name in ("engine-0", "scorer-0"):

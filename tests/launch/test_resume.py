@@ -62,24 +62,6 @@ def test_a_checkpoint_is_named_by_its_folder_or_its_run(tmp_path: Path) -> None:
         chosen(tmp_path / "b", str(folder))
 
 
-def test_adapters_of_a_checkpoint_are_those_of_the_settings(tmp_path: Path) -> None:
-    full, adapted = tmp_path / "full", tmp_path / "adapted"
-    save(full, 4)
-    save(adapted, 4, **{"trainer.lora.rank": 8})
-    assert chosen(full, "auto", **{"trainer.lora.alpha": 3})  # unused
-    assert chosen(adapted, "auto", **{"trainer.lora.rank": 8, "trainer.lora.dropout": 0.1})
-    for field, value, run_dir in (("rank", 8, full), ("rank", 4, adapted), ("rank", None, adapted)):
-        with pytest.raises(ConfigError, match=rf"trainer\.lora\.{field}: got {value}\. .*resume with that value"):
-            chosen(run_dir, "auto", **{f"trainer.lora.{field}": value})
-    for name, other in (("alpha", 3), ("rslora", True), ("targets", ["q_proj"])):
-        with pytest.raises(ConfigError, match=rf"trainer\.lora\.{name}: got"):
-            chosen(adapted, "auto", **GIVEN, **{"trainer.lora.rank": 8, f"trainer.lora.{name}": other})
-    for roles in ({"solver": {"adapter": "b"}}, {"old": {"past": {"every": 2, "keep": 1}}}):
-        with pytest.raises(ConfigError, match=r"agents.roles: got .* The checkpoint holds policy: resume with"):
-            chosen(adapted, "auto", **{"trainer.lora.rank": 8, "agents.roles": roles})
-    assert chosen(adapted, "auto", **{"trainer.lora.rank": 8, "agents.roles": {"solver": {}}})
-
-
 @pytest.mark.parametrize(
     ("field", "changes"),
     [

@@ -187,16 +187,3 @@ def test_one_role_of_the_evaluation_set_is_an_expert() -> None:
     assert {name: type(agent) for name, agent in found.items()} == {"nim": SelfPlay, "nim_expert": SelfPlay}
     assert run.eval_sets["nim_expert"].agent_params["fixed"].keys() == {"player-1"}
     assert not run.mixture["nim"].agent_params
-
-
-# --- adapters -----------------------------------------------------------------------------------------------
-
-
-def test_experiments_give_players_adapters_or_past_versions() -> None:
-    two = load(compose_values("experiment=self_play_adapters"))
-    assert two.agents.adapters == ("first", "second")
-    assert [two.agents.adapter_of(role) for role in ROLES[:2]] == ["first", "second"]
-    past = load(compose_values("experiment=self_play_past"))
-    assert past.agents.adapters == ("policy",)
-    assert past.agents.roles["player-1"].past
-    assert past.past_versions(35) == {"policy": [0, 10, 20, 30]}

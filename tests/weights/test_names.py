@@ -81,31 +81,6 @@ def test_what_an_engine_fuses_from_one_call_is_one_unit() -> None:
     assert unit_of("model.layers.3.self_attn.q_proj.weight") == "model.layers.3.self_attn.q_proj.weight"
 
 
-@pytest.mark.parametrize("architecture", tables())
-def test_every_linear_layer_has_adapters_per_projection(architecture: str) -> None:
-    """Those of experts, also shared ones, are named after transformers' modules, whatever the files call them."""
-    mapping = Mapping(architecture)
-    for rule in tables()[architecture]:
-        if not rule.linear:
-            continue
-        linear = rule.megatron.removesuffix(".weight").format(layer=3, expert=5)
-        names = [
-            name
-            for projection in rule.projections()
-            for matrix in "AB"
-            for name in mapping.find(f"{linear}.lora.{projection}.{matrix}").hf_names()
-        ]
-        modules = [name.format(layer=3, expert=5).removesuffix(".weight") for name in rule.hf]
-        modules = [module.replace(".shared_mlp.", ".shared_experts.") for module in modules]
-        if rule.routed:
-            stack = "gate_up_proj" if ".linear_fc1." in rule.megatron else "down_proj"
-            modules = [f"model.layers.3.mlp.experts.{stack}"]
-        if mapping.tower:
-            modules = [f"model.language_model.layers.{module.partition('layers.')[2]}" for module in modules]
-        assert names == [f"{module}.lora_{matrix}.weight" for module in modules for matrix in "AB"]
-        assert all(mapping.adapts(module.replace("layers.3.", "layers.{layer}.")) for module in modules)
-
-
 def test_every_layout_is_tested_here() -> None:
     assert {value for value in vars(layouts).values() if isinstance(value, TensorLayout)} == {
         WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP, FUSED_QKV, STACKED_GATE_UP, INTERLEAVED_GATE_UP,

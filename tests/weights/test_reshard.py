@@ -357,7 +357,7 @@ def test_what_an_engine_fuses_comes_together() -> None:
     ]
     mapping = Mapping("DeepseekV3ForCausalLM")
     resharder = object.__new__(Resharder)
-    resharder._parallel, resharder._dims = place(), DIMS
+    resharder.parallel, resharder.dims = place(), DIMS
     resharder._found = [(0, name, mapping.find(name)) for name in parts]
-    order = [found.hf_names()[0].split(".")[-2] for _, _, found in resharder._exported]
+    order = [found.hf_names()[0].split(".")[-2] for _, _, found in resharder.exported]
     assert order == ["q_a_proj", "kv_a_proj_with_mqa", "q_b_proj"]

@@ -14,13 +14,12 @@ from torch.multiprocessing import reductions
 
 from asyncrl.engine.fleet import Fleet
 from asyncrl.errors import ConfigError, WeightsError
+from asyncrl.extensions.lora.publish import AdapterFolder
 from asyncrl.network.addresses import Access
-from asyncrl.weights.adapters import AdapterFolder
 from asyncrl.weights.bucket import plan_buckets
-from asyncrl.weights.choice import choose, choose_lora
+from asyncrl.weights.choice import choose
 from asyncrl.weights.disk import KEPT, DiskTransport
 from asyncrl.weights.transport import SharedBuffers
-from tests.fakes import tiny_config
 
 HERE, THERE = "http://127.0.0.1:20000", "http://10.0.0.7:20000"
 
@@ -47,34 +46,6 @@ def test_shared_memory_to_another_host_is_refused() -> None:
         ConfigError, match=r"weights.transport: got 'tensor'. The engines are on the hosts \['10.0.0.7'\]"
     ):
         choose("tensor", [THERE], "10.0.0.1", gpu=False)
-
-
-@pytest.mark.parametrize(
-    ("changes", "architecture", "gpus", "way"),
-    [
-        ({}, "Qwen3ForCausalLM", 0, "merged (on CPUs SGLang computes adapters slowly)"),
-        ({}, "Qwen3ForCausalLM", 2, "versions (adapters load without a pause)"),
-        ({}, "Qwen2_5_VLForConditionalGeneration", 2, "versions (adapters load without a pause)"),
-        ({}, "Qwen3MoeForCausalLM", 2, "merged (engines serve adapters of"),
-        ({"trainer.lora.targets": ["q_proj"]}, "Qwen3ForCausalLM", 2, "merged (trainer.lora.targets="),
-        ({"engine.urls": [HERE]}, "Qwen3ForCausalLM", 2, "merged (engine.urls"),
-        ({"weights.lora": "versions"}, "Qwen3ForCausalLM", 0, "versions (as configured)"),
-        ({"trainer.lora.rank": None}, "Qwen3ForCausalLM", 2, ""),
-        ({"agents.roles": {"solver": {"adapter": "b"}}}, "Qwen3ForCausalLM", 0, "versions (roles have adapters"),
-    ],
-)
-def test_auto_takes_the_way_that_engines_can_serve(changes, architecture, gpus, way) -> None:
-    config, why = choose_lora(
-        tiny_config(**{"trainer.lora.rank": 4, **changes}), {"architectures": [architecture]}, gpus
-    )
-    assert why.startswith(way)
-    assert config.serves_adapters == way.startswith("versions")
-
-
-def test_adapters_that_engines_do_not_serve_are_refused() -> None:
-    config = tiny_config(**{"trainer.lora.rank": 4, "weights.lora": "versions"})
-    with pytest.raises(ConfigError, match=r"weights.lora: got 'versions'. engines serve adapters of .*: set merged"):
-        choose_lora(config, {"architectures": ["DeepseekV3ForCausalLM"]}, 8)
 
 
 class Loaded(Fleet):

@@ -39,7 +39,7 @@ def _placement(config: Config) -> Iterator[Rule]:
     why = "An engine that releases its memory loses the adapters of roles (agents.roles): set separate."
     yield field, roles, why
     why = "An engine that releases its memory loses its adapters (weights.lora=versions): set weights.lora=merged."
-    yield field, config.serves_adapters, why
+    yield field, config.keeps_versions, why
 
 
 def _rules(config: Config) -> Iterator[Rule]:

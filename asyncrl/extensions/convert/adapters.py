@@ -24,13 +24,8 @@ from asyncrl.extensions.convert.bridge import COMPANIONS, progress, write_hf
 from asyncrl.extensions.convert.checkpoint import CheckpointReader, CheckpointWriter
 from asyncrl.extensions.convert.folders import building, copy_companions, read_config
 from asyncrl.extensions.convert.parameters import Structure
-from asyncrl.models import catalog
-from asyncrl.models.families import choosing_biases
-from asyncrl.weights.folder import HFFolder
-from asyncrl.weights.layouts import dims_of, of_expert, stack_experts
-from asyncrl.weights.names import ADAPTER, adapter_of
-from asyncrl.weights.peft import read_peft, write_peft
-from asyncrl.weights.peft_config import (
+from asyncrl.extensions.lora.peft import read_peft, write_peft
+from asyncrl.extensions.lora.peft_config import (
     CONFIG,
     DOWN,
     GATE_UP,
@@ -41,6 +36,11 @@ from asyncrl.weights.peft_config import (
     read_adapter_config,
     user_config,
 )
+from asyncrl.extensions.lora.weights import ADAPTER, adapter_of
+from asyncrl.models import catalog
+from asyncrl.models.families import choosing_biases
+from asyncrl.weights.folder import HFFolder
+from asyncrl.weights.layouts import dims_of, of_expert, stack_experts
 
 MATCH_SECONDS = 2.0
 

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncrl.config.roles import POLICY
 from asyncrl.errors import ConfigError, WeightsError
+from asyncrl.extensions.lora.weights import matrix_rule, module_of, projections
 from asyncrl.models import families, parts
 from asyncrl.models.architectures import megatron_arguments
-from asyncrl.weights.names import NameRule, Table, module_of, tables
+from asyncrl.schema import POLICY
+from asyncrl.weights.names import NameRule, Table, tables
 
 Arguments = dict[str, Any]
 
@@ -100,9 +101,9 @@ class Structure:
             rule, layer, expert = parameter.found, parameter.found.layer, parameter.found.expert
             if layer is None or layer >= self._layers or not rule.linear:
                 continue
-            for projection in rule.projections():
+            for projection in projections(rule):
                 for matrix in "AB":
-                    of_layer = rule.adapter(projection, matrix, module=module_of(adapter))
+                    of_layer = matrix_rule(rule, projection, matrix, module=module_of(adapter))
                     yield self._parameter(of_layer, layer, expert)
 
     def _has(self, rule: NameRule, layer: int) -> bool:

@@ -38,7 +38,6 @@ class CpuPlatform(Platform):
     }
     # The last bits of a product depend on its number of rows: one request at a time, and every prompt in full.
     deterministic_arguments: ClassVar[Mapping[str, Any]] = {"max_running_requests": 1, "disable_radix_cache": True}
-    lora_backend = "torch_native"  # the others are compiled kernels
 
     def engine_environment(self, ranks: int) -> dict[str, str]:
         """Return the environment of an engine of so many ranks.

@@ -38,13 +38,11 @@ class Critic(TrainerHooks):
         self._settings = settings
         self._policy = policy
         self._head: torch.nn.Module | None = None  # on the last stage
-        lora = config.trainer.lora
-        if len(config.agents.adapters) > 1:  # lora.path holds several adapters, and none is the critic's
-            lora = lora.model_copy(update={"path": None})
         self.network = Network(
-            config.trainer.model_copy(update={"lora": lora}),
+            config.trainer,
             Path(settings.path).expanduser() if settings.path else policy.folder,
             policy.parallel,
+            transformation=policy.network.transformation.of_another(),
             changed=self._add_head,
             progress=lambda part: policy.progress(f"the critic's {part}"),
             meter=policy.network.meter,

@@ -206,11 +206,11 @@ def check_reach(run: _Run, node: Node) -> None:
             "--host", node.address, "The run is on other machines: set an address of this machine that they can reach."
         )
     trainer = addresses.trainers[0] if len(addresses.trainers) == 1 else ""
-    gpu = on_gpu(config.trainer, addresses.gpus) and not config.serves_adapters
+    gpu = on_gpu(config.trainer, addresses.gpus) and not config.keeps_versions
     known = (*addresses.engines, *addresses.attached)
     carried, why = choose(config.weights.transport, known, trainer, gpu=gpu)
     if carried == "tensor" and node.address not in LOOPBACK | {trainer}:
-        other = "disk" if config.serves_adapters else "distributed"
+        other = "disk" if config.keeps_versions else "distributed"
         remedy = f"The run sends weights through shared memory ({why}): start it with weights.transport={other}."
         raise ConfigError("weights.transport", config.weights.transport, remedy)
 

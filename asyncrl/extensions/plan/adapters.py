@@ -1,7 +1,7 @@
 """Adapters of a frozen base (trainer.lora): their matrices, and the weights of the base that they change. Pure.
 
 adapter of W [out, in]       A [r, in], B [out, r]
-routed experts               one A for gate and up, whose B has the rows of both (trainer/lora.py)
+routed experts               one A for gate and up, whose B has the rows of both (extensions/lora/layers.py)
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def _networks(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, t
         networks.append((of_critic(weights, shape), replace(shape, tied=False)))
     if adapters is None:
         return [_Network(one, (), of) for one, of in networks]
-    # Ranks that share a key-value head also share rows of queries: each holds the matrices of all (trainer/lora.py).
+    # Ranks that share a key-value head also share rows of queries: each holds the matrices of all (lora/layers.py).
     whole = FUSED[0] if layout.tensor > shape.key_shards(layout) else ()
     found = []
     for one, of in networks:
@@ -119,7 +119,7 @@ def _base(network: _Network, layout: ParallelLayout, training: Training, stage: 
 
 def _sent(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training, stage: int) -> int:
     """Return the bytes of the buckets of a publish. Adapters that are sent by themselves need none, because their
-    matrices leave one after the other (weights/adapters.py). A quantized base goes through the usual ones first."""
+    matrices leave one after the other (lora/publish.py). A quantized base goes through the usual ones first."""
     if training.adapters and training.versions and training.adapters.base_bytes is None:
         return 0
     sent = of_stage(_published(weights, shape, training), shape, layout, stage)

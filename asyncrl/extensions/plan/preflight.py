@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config, cache_tokens, on_gpu
-from asyncrl.config.lora import resident_adapters
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.lora.rules import resident_adapters
 from asyncrl.extensions.plan import folders
 from asyncrl.extensions.plan import memory as planner
 from asyncrl.extensions.plan.memory_check import MemoryNeed, check_memory, in_turns
@@ -64,11 +64,11 @@ def check_sync(config: Config, placement: Placement, weights: Sequence[Weight], 
     hosts = {seat.node.address for seat in placement.trainers}
     try:
         host = hosts.pop() if len(hosts) == 1 else ""  # as weights/publish.py receives it
-        shared, gpu = config.cluster.shares_gpus, gpu and not config.serves_adapters
+        shared, gpu = config.cluster.shares_gpus, gpu and not config.keeps_versions
         chosen, why = choose(config.weights.transport, engines, host, gpu=gpu, shared=shared)
     except ConfigError as problem:
         return [error(problem.field, str(problem.value), problem.remedy)]
-    if config.serves_adapters:
+    if config.keeps_versions:
         carried = "adapters in shared memory" if chosen == "tensor" else "adapters as PEFT folders"
         text = f"{carried}: {why}; at most {resident_adapters(config)} in each engine"
         return [ok("weights.transport", text)]

@@ -6,11 +6,13 @@ import math
 from typing import Any
 
 from asyncrl.config import Config, TrainerConfig, streams
-from asyncrl.config.lora import LoraConfig, engine_slots
+from asyncrl.config.lora import LoraConfig
+from asyncrl.extensions.lora.bases import bases
+from asyncrl.extensions.lora.rules import engine_slots
 from asyncrl.extensions.plan.activations import Recompute, Training
 from asyncrl.extensions.plan.adapters import Adapters
 from asyncrl.extensions.plan.shapes import ParallelLayout
-from asyncrl.lookup import active, offered
+from asyncrl.lookup import active
 
 LATENT_DOWN = ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
 """Down projections of latent attention, which TransformerEngine's layers do not share over tensor-parallel ranks."""
@@ -61,7 +63,7 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         fp8=trainer.fp8 is not None,
         tower=bool(told.get("tower_trained")),
         adapters=adapters,
-        versions=config.serves_adapters,
+        versions=config.keeps_versions,
     )
 
 
@@ -70,13 +72,13 @@ def adapters_of(lora: LoraConfig, count: int = 1) -> Adapters | None:
     if lora.rank is None:
         return None
     targets = () if lora.targets == "all" else tuple(lora.targets)
-    base = offered("bases").get(lora.base)
+    base = bases().get(lora.base)
     return Adapters(lora.rank, targets, base.bytes if base else None, dropout=lora.dropout > 0, count=count)
 
 
 def served_adapters(config: Config) -> dict[str, Any]:
     """Return planner.memory.engine_rank's arguments about adapters."""
-    if not config.serves_adapters:
+    if not config.keeps_versions:
         return {}
     return {"adapters": adapters_of(config.trainer.lora), "slots": engine_slots(config)}
 

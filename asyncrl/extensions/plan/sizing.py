@@ -137,7 +137,7 @@ def publish(
 
 
 def publish_adapter(weights: Sequence[Weight], adapters: Adapters, *, dtype: str, hardware: Hardware) -> Publish:
-    """Estimate a publish of an adapter, while engines generate, as weights/adapters.py: its matrices travel through
+    """Estimate a publish of an adapter, while engines generate, as the extension lora: its matrices travel through
     memory of the host or a file, at the speed of one network adapter."""
     matrices = adapters.matrices(weights) * adapters.count
     nbytes = parameters(matrices).all * BYTES[dtype]

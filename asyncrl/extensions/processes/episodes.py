@@ -114,7 +114,7 @@ class EpisodeWorker:
     def _session(self, play: wire.Play, sample: wire.SampleToPlay) -> GenerationSession:
         client = self._parts.client
         if play.ticket is None:
-            named = {"group": play.group, "sample": sample.name, "adapter": play.adapter, "born": play.born}
+            named = {"group": play.group, "sample": sample.name, "pinned": play.pinned, "born": play.born}
             return client.generate(sample.temperature, purpose="evaluation", **named)  # type: ignore[arg-type]
         if sample.received:
             return client.resume(play.group, sample.name, play.born, sample.received, sample.said)
@@ -195,7 +195,7 @@ class EpisodeWorker:
             for name, (play, sessions, _) in groups
             if save and play.ticket
         }
-        self._channel.send(wire.Report(confirms, counts, running, flight.adapters.in_use(flight.version), said))
+        self._channel.send(wire.Report(confirms, counts, running, flight.served.in_use(flight.version), said))
 
 
 def _running(session: GenerationSession, now: float) -> wire.RunningEpisode:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
-from asyncrl.engine.adapters import InUse
+from asyncrl.engine.served import InUse
 from asyncrl.engine.session import Purpose
 from asyncrl.errors import EpisodeFailed
 from asyncrl.extensions.processes import wire
@@ -24,7 +24,7 @@ class RemoteSession:
     """An episode that another process plays, and its own activity: what was reported last. A report only replaces
     `told`, because there may be a hundred thousand of them."""
 
-    __slots__ = ("_said", "adapter", "born", "ended", "group", "heard", "purpose", "received", "sample", "told")
+    __slots__ = ("_said", "born", "ended", "group", "heard", "pinned", "purpose", "received", "sample", "told")
 
     def __init__(
         self,
@@ -33,9 +33,9 @@ class RemoteSession:
         born: int,
         *,
         purpose: Purpose = "training",
-        adapter: int | None = None,
+        pinned: int | None = None,
     ) -> None:
-        self.group, self.sample, self.born, self.purpose, self.adapter = group, sample, born, purpose, adapter
+        self.group, self.sample, self.born, self.purpose, self.pinned = group, sample, born, purpose, pinned
         self.received, self._said = sample.received, cast(Any, sample.said)
         self.heard = time.monotonic()
         self.told = NOTHING
@@ -105,7 +105,7 @@ class WorkerConnection:
         self.episodes = 0
         self.tokens, self.late, self.proxies = Counter[str](), 0, Counter[str]()
         self.busy = 0.0
-        self.in_use = InUse([], {})
+        self.in_use = InUse()
 
     def begin(self, play: wire.Play, sessions: Sequence[RemoteSession]) -> asyncio.Future[Any]:
         """Send a group, and return the future of its answer."""

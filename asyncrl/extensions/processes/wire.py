@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from asyncrl.engine.adapters import InUse
+from asyncrl.engine.served import InUse
 from asyncrl.extensions.recording.events import CompressedGroup
 from asyncrl.network.addresses import Access
 from asyncrl.network.tls import Signed
@@ -66,7 +66,7 @@ class Play(WireMessage):
     group: str
     ticket: Ticket | None
     born: int
-    adapter: int | None
+    pinned: int | None
     prompt: str  # uid
     task: str
     index: int

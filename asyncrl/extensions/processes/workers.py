@@ -21,11 +21,11 @@ import hmac
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-from asyncrl.config import Config
-from asyncrl.engine.adapters import InUse, ServedAdapters, adapter_names
 from asyncrl.engine.inflight import EngineStats
+from asyncrl.engine.served import InUse, ServedWeights
 from asyncrl.engine.session import Purpose
 from asyncrl.errors import AsyncRLError, EpisodeFailed
 from asyncrl.extensions.processes import wire
@@ -35,6 +35,7 @@ from asyncrl.extensions.processes.rendering import RenderedAhead
 from asyncrl.network.tls import signed
 from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.evaluation import Attempt
+from asyncrl.rollout.parts import served_by
 from asyncrl.rollout.player import LOST, Sums, means
 from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.schema import Group, Prompt, Trajectory
@@ -64,7 +65,7 @@ class EpisodeWorkers:
         self.version, self.held, self.holding = 0, 0.0, False
         self.figures = EngineStats()
         self.ahead = RenderedAhead(self._render, config.rollout.batch_groups)
-        self.adapters = _AllAdapters(config, run.addresses.run_id, self._connections)
+        self.served = _ServedByAll(served_by(config, run.addresses), self._connections)
 
     async def serve(self) -> None:
         """Take the processes that connect, until cancelled. Raises the error of a process that ends the run."""
@@ -86,13 +87,13 @@ class EpisodeWorkers:
         group: str = "",
         purpose: Purpose = "training",
         sample: str = "",
-        adapter: int | None = None,
+        pinned: int | None = None,
         born: int | None = None,
     ) -> Any:
         """Return a session for one episode (engine/client.py)."""
         temperature = self._temperature if temperature is None else temperature
         born = self.version if born is None else born
-        return RemoteSession(group, wire.SampleToPlay(sample, temperature), born, purpose=purpose, adapter=adapter)
+        return RemoteSession(group, wire.SampleToPlay(sample, temperature), born, purpose=purpose, pinned=pinned)
 
     def resume(self, group: str, sample: str, born: int, received: int, said: Any) -> Any:
         """Restore the session of an episode of a saved run."""
@@ -180,7 +181,7 @@ class EpisodeWorkers:
             await self._changed.wait_for(self._ready)
             connection = min(self._ready(), key=lambda one: (one.episodes, one.number))
         first, samples = sessions[0], [session.to_play() for session in sessions]
-        named = group, ticket, first.born, first.adapter, prompt.uid, prompt.task, prompt.index
+        named = group, ticket, first.born, first.pinned, prompt.uid, prompt.task, prompt.index
         return await connection.begin(wire.Play(*named, prompt.token_ids, prompt.images, samples), sessions)
 
     def _render(self, questions: list[tuple[str, int]]) -> None:
@@ -361,19 +362,23 @@ class EpisodeWorkers:
             self._changed.notify_all()
 
 
-class _AllAdapters(ServedAdapters):
-    """The adapters in use here, by evaluations, and in the processes."""
+class _ServedByAll(ServedWeights):
+    """What is in use here, by evaluations, and in the processes."""
 
-    def __init__(self, config: Config, run_id: str, connections: dict[int, WorkerConnection]) -> None:
-        super().__init__(names=adapter_names(config, run_id), past_versions=config.past_versions)
+    def __init__(self, here: ServedWeights, connections: dict[int, WorkerConnection]) -> None:
+        self._here = here
         self._connections = connections
+
+    def held(self, version: int) -> AbstractContextManager[int | None]:
+        """Hold a version for an evaluation."""
+        return self._here.held(version)
 
     def in_use(self, newest: int) -> InUse:
         """Return what engines must keep while `newest` is the newest version."""
-        every = [super().in_use(newest), *(one.in_use for one in self._connections.values())]
+        every = [self._here.in_use(newest), *(one.in_use for one in self._connections.values())]
         past: dict[str, set[int]] = {}
         for one in every:
-            for adapter, versions in one.past.items():
-                past.setdefault(adapter, set()).update(versions)
+            for model, versions in one.past.items():
+                past.setdefault(model, set()).update(versions)
         versions = sorted({version for one in every for version in one.versions})
-        return InUse(versions, {adapter: sorted(found) for adapter, found in past.items()})
+        return InUse(versions, {model: sorted(found) for model, found in past.items()})

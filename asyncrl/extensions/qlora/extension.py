@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.extension import Extension, LaunchHooks, OfferedBase
+from asyncrl.extension import Extension, LaunchHooks
+from asyncrl.extensions.lora.bases import OfferedBase
 from asyncrl.models.families import family_of
 
 if TYPE_CHECKING:

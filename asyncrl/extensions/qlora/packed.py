@@ -27,9 +27,9 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.lora.layers import AdaptedLinear
 from asyncrl.extensions.qlora.extension import BLOCK
-from asyncrl.trainer.lora import AdaptedLinear
-from asyncrl.weights.reshard import Resharder
+from asyncrl.weights.reshard import Found, Resharder
 
 NF4 = (
     -1.0,
@@ -190,6 +190,11 @@ def pack_base(weights: Resharder, kind: Kind) -> None:
     for shard in weights.linears():
         if isinstance(shard.module, AdaptedLinear):
             pack(shard.module, kind, " and ".join(shard.found.hf_names()))
+
+
+def quantized(weights: Resharder) -> list[Found]:
+    """Return the quantized weights in whose export this rank takes part."""
+    return [one for one in weights.exported if hasattr(weights.layer(one[0], one[1]), "packed")]
 
 
 def pack(linear: Any, kind: Kind, name: str) -> None:

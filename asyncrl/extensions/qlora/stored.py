@@ -23,7 +23,7 @@ from torch import Tensor
 
 from asyncrl.errors import RecordError
 from asyncrl.extensions.qlora.extension import BLOCK
-from asyncrl.extensions.qlora.packed import Kind, pack_base, quantize
+from asyncrl.extensions.qlora.packed import Kind, pack_base, quantize, quantized
 from asyncrl.parallel import Parallel, from_all
 from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.folder import write_stream
@@ -92,7 +92,7 @@ def _stored(weights: Resharder, kind: Kind, folder: Path | None, parallel: Paral
             number += 1
         held.clear()
 
-    for name, weight in weights.quantized():
+    for name, weight in weights.whole(quantized(weights)):
         packed = quantize(weight, kind)
         for part, tensor in (("codes", packed.codes), ("scales", packed.scales)):
             held[f"{name}.{part}"] = tensor = tensor.cpu()

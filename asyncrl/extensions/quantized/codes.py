@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from asyncrl.config.roles import POLICY
 from asyncrl.extensions.quantized.fits import BLOCK
 from asyncrl.models.family import Layout
+from asyncrl.schema import POLICY
 from asyncrl.weights.checksum import ExpectedChecksums, SentWeights
 from asyncrl.weights.engine_layout import CUTS, CUTS_OF_EXPERTS, EngineParameter
 from asyncrl.weights.layouts import Pieces

@@ -69,7 +69,7 @@ class QuantizedEngines(EngineHooks):
     def __init__(self, settings: QuantizedSettings) -> None:
         self._settings = settings
 
-    def arguments(self, config: Config) -> dict[str, Any]:
+    def arguments(self, config: Config, *, gpu: bool) -> dict[str, Any]:
         """Return the arguments with which SGLang builds layers for codes, whatever the model folder holds."""
         if not self._settings.holds_codes:
             return {}

@@ -40,7 +40,7 @@ def settings(own: QuantizedSettings, config: Config) -> Iterator[ConfigError]:
     if engine.urls:
         remedy = f"Engines that were started elsewhere hold no codes: remove them, or {instead}."
         yield ConfigError("engine.urls", engine.urls, remedy)
-    if config.serves_adapters or (config.agents.need_versions and config.mode == "train"):
+    if config.keeps_versions or (config.agents.need_versions and config.mode == "train"):
         otherwise = "remove agents.roles" if config.agents.need_versions else "set weights.lora=merged"
         remedy = f"Adapters on quantized weights were not tried (weights.lora=versions): set {kind}_simulated, or "
         yield ConfigError(FIELD, kind, f"{remedy}{otherwise}.")

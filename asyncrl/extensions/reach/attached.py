@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 
 from asyncrl.config import Config
-from asyncrl.engine.server import adapter_args
 from asyncrl.errors import ConfigError
 from asyncrl.launch.prepare import KEY
+from asyncrl.lookup import engine_arguments
 
 FIELD = "engine.urls"
 ANSWER_SECONDS = 30.0
@@ -60,15 +60,16 @@ def wanted_of(config: Config) -> dict[str, Any]:
         **({"disable_overlap_schedule": True} if overlaps else {}),
         **({**shape, **replicated, "speculative_algorithm": None} if publishes else {}),  # as in checks/model.py
         **({"custom_weight_loader": [config.weight_loader]} if config.weight_loader else {}),
-        **_adapters_of(config),
+        **_added(config),
         **({"enable_return_routed_experts": True} if config.algo.routing_replay == "R3" else {}),
         **({"enable_deterministic_inference": True} if config.deterministic else {}),
     }
 
 
-def _adapters_of(config: Config) -> dict[str, Any]:
+def _added(config: Config) -> dict[str, Any]:
+    """Return the arguments of extensions that a server reports as they were given."""
     fields = ("enable_lora", "max_lora_rank", "max_loras_per_batch", "lora_strict_loading")
-    return {name: value for name, value in adapter_args(config, gpu=True).items() if name in fields}
+    return {name: value for name, value in engine_arguments(config, gpu=True).items() if name in fields}
 
 
 def _ask(url: str, path: str, key: str) -> dict[str, Any]:

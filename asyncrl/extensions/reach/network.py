@@ -109,7 +109,7 @@ def check_shared(
     found = []
     for machine, paths in sorted(missing.items()):
         for path in paths:
-            files = config.sends_files or config.serves_adapters
+            files = config.sends_files or config.keeps_versions
             by_files = path == folder and files
             field = models.get(path) or ("weights.folder" if by_files else "run.dir")
             text = f"on {machine}, {path} is not the folder that the first machine sees"

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import read
-from asyncrl.engine.adapters import ServedAdapters
 from asyncrl.engine.inflight import EngineStats
+from asyncrl.engine.served import ServedWeights
 from asyncrl.errors import RecordError
 from asyncrl.extensions.recording.events import Committed, Rejected
 from asyncrl.extensions.recording.reader import Recording
@@ -69,7 +69,7 @@ class _InFlight:
     tokens: Counter[str] = field(default_factory=Counter)
     late_tokens: int = 0
     figures: EngineStats = field(default_factory=EngineStats)
-    adapters: ServedAdapters = field(default_factory=ServedAdapters)
+    served: ServedWeights = field(default_factory=ServedWeights)
     held: float = 0.0
 
     def take_figures(self) -> EngineStats:

@@ -179,7 +179,7 @@ class Supervised(TrainerHooks):
     def held_out(self, version: int) -> dict[str, float]:
         """Return the mean loss of the tokens of the rows that are held out. Collective."""
         groups = self._conversations.groups(list(self._held), version)
-        samples = build_samples(groups, self._policy.config.agents.adapter_of)
+        samples = build_samples(groups, self._policy.network.transformation.model_of)
         logprobs = self._policy.score_at(1.0, samples, build_table(groups, version))
         return {"sft/held_out": -float(logprobs.mean())}
 

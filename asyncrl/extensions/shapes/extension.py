@@ -45,7 +45,7 @@ def _replicas(config: Config, model: dict[str, Any]) -> Shaped:
     replicated = tuple(name for name, family in known_families().items() if family.serving.replicates)
     why = f"SGLang replicates the attention of {replicated} alone: set 1."  # others divide their heads over all ranks
     yield REPLICAS, model["architectures"][0] not in replicated, why
-    yield REPLICAS, config.serves_adapters, "Adapters in engines were tried with one replica alone: set 1."
+    yield REPLICAS, config.keeps_versions, "Adapters in engines were tried with one replica alone: set 1."
     tied = model.get("tie_word_embeddings", False)
     yield REPLICAS, tied, "A tied output layer was not tried with several replicas: set 1."
 
@@ -60,7 +60,7 @@ def _stages(config: Config, model: dict[str, Any]) -> Shaped:
     yield STAGES, not serving.stages, f"SGLang has no stages of {family}: set 1."
     sees = family_of(model).tower is not None
     yield STAGES, sees, "SGLang's stages of models with images were not tried: set 1."
-    yield STAGES, config.serves_adapters, "Adapters in engines were tried with one stage alone: set 1."
+    yield STAGES, config.keeps_versions, "Adapters in engines were tried with one stage alone: set 1."
     tied = model.get("tie_word_embeddings", False) and not serving.tied_stages
     yield STAGES, tied, f"SGLang's {family} has no tied output layer on the last stage: set 1."
     yield STAGES, layers < stages, f"There are only {layers} layers: lower it."

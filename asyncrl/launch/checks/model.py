@@ -8,12 +8,10 @@ from typing import Any
 
 from asyncrl.config import Config, TrainerConfig, on_gpu
 from asyncrl.errors import ConfigError
-from asyncrl.lookup import active, enabled
+from asyncrl.lookup import NOBODY, active, enabled
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
 from asyncrl.models.families import family_of
 from asyncrl.settings import Rule, require
-from asyncrl.weights.choice import not_served
-from asyncrl.weights.peft_config import check_start
 
 
 def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
@@ -27,7 +25,6 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
     for rules in (
         _serving(config, hf, gpus),
         _shape(config, hf, experts),
-        _roles(config, hf),
         _recompute(config.trainer, hf["num_hidden_layers"], family),
         _features(config.trainer, {**hf, **family}),
         _experts(config.trainer, experts),
@@ -39,8 +36,6 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
     for one in active(config).values():
         for problem in one.launch().check_model(config, {**hf, **family}, gpus):
             raise problem
-    if config.trainer.lora.path:
-        check_start(config.trainer.lora, config.agents.adapters)
     longest = hf.get("max_position_embeddings", 0)
     why = f"Must leave room for a prompt within the model's {longest} positions."
     require(config, [("rollout.max_new_tokens", config.rollout.max_new_tokens >= longest, why)])
@@ -62,10 +57,8 @@ def _heads(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
 
 
 def _serving(config: Config, hf: dict[str, Any], gpus: int) -> Iterator[Rule]:
-    """Yield the rules of what adapters, and engines where there are some, cannot do with models of this family."""
+    """Yield the rules of what engines, where there are some, cannot do with models of this family."""
     of = family_of(hf)
-    why = f"Adapters of {of.architecture} are not supported, because its files hold fused layers: set null."
-    yield "trainer.lora.rank", config.trainer.lora.rank is not None and not of.adapters, why
     context = int(config.engine.server_args.get("context_length") or hf.get("max_position_embeddings", 0))
     longest = of.serving.longest(hf) or context
     why = (
@@ -86,7 +79,7 @@ def _serving(config: Config, hf: dict[str, Any], gpus: int) -> Iterator[Rule]:
 
 def _shape(config: Config, hf: dict[str, Any], experts: int) -> Iterator[Rule]:
     """Yield the rules of an engine of several groups of experts or several ranks: what SGLang cannot give this model.
-    Replicas of attention and pipeline stages need an extension, which has the rules for them."""
+    Replicas of attention, pipeline stages and adapters need an extension, which has the rules for them."""
     engine = config.engine
     if engine.expert_parallel > 1:
         field = "engine.expert_parallel"
@@ -102,6 +95,8 @@ def _shape(config: Config, hf: dict[str, Any], experts: int) -> Iterator[Rule]:
     for field in ("data_parallel", "pipeline_parallel"):
         several = getattr(engine, field) > 1
         yield f"engine.{field}", several and f"engine.{field}" not in enabled(), why
+    unknown = config.trainer.lora.rank is not None and "trainer.lora.rank" not in enabled()
+    yield "trainer.lora.rank", unknown, NOBODY
 
 
 def _check_layers(trainer: TrainerConfig, layers: int) -> None:
@@ -118,14 +113,6 @@ def _check_layers(trainer: TrainerConfig, layers: int) -> None:
         raise ConfigError("trainer.pipeline_split", sizes, remedy)
 
 
-def _roles(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
-    """Yield the rule of roles with adapters of their own or past versions, of a model whose adapters engines serve."""
-    needs = config.mode == "train" and config.agents.need_versions
-    problem = not_served(hf)
-    why = f"Roles have adapters of their own or past versions, but {problem}: remove them."
-    yield "agents.roles", sorted(config.agents.roles), needs and bool(problem), why
-
-
 def _recompute(trainer: TrainerConfig, layers: int, family: dict[str, Any]) -> Iterator[Rule]:
     """Yield the rules of units of layers, which divide each chunk, and of modules that the model has."""
     recompute, field = trainer.recompute, "trainer.recompute"
@@ -140,8 +127,8 @@ def _recompute(trainer: TrainerConfig, layers: int, family: dict[str, Any]) -> I
     for module, has in (("moe", experts), ("moe_act", experts), ("shared_experts", shared), ("mla_up_proj", latent)):
         lacks = module in recompute.modules and not has
         yield f"{field}.modules", module, lacks, "The model has no such module: remove it."
-    ungrouped = trainer.layers != "transformer_engine" or trainer.lora.rank is not None
-    why = "Only grouped experts have it: set trainer.layers=transformer_engine without trainer.lora, or use moe."
+    ungrouped = trainer.layers != "transformer_engine"
+    why = "Only grouped experts have it: set trainer.layers=transformer_engine, or use moe."
     yield f"{field}.modules", "moe_act", "moe_act" in recompute.modules and ungrouped, why
 
 

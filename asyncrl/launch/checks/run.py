@@ -20,7 +20,6 @@ from asyncrl.launch.leftovers import SHARED
 from asyncrl.launch.machine import allow_files
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.run_folder import SHARED_REMEDY, full
-from asyncrl.weights.choice import choose_lora
 
 
 def preflight(prepared: Preparation) -> list[Finding]:
@@ -48,10 +47,7 @@ def _all(prepared: Preparation) -> Iterator[Finding]:
     for role in prepared.roles:
         yield from _model(prepared, role)
     yield from refused(prepared.choose_checkpoint, "resume")
-    assumed = precision.assumed(config, prepared.gpus)
-    if config.weights.lora == "auto" and "model" in prepared.hf:
-        assumed, _ = choose_lora(assumed, prepared.hf["model"], prepared.gpus)
-    prepared.chosen = precision.Precision(assumed)
+    prepared.chosen = precision.Precision(prepared.resolved(precision.assumed(config, prepared.gpus)))
     if prepared.is_placed:
         yield from _precision(prepared)
         if not prepared.cluster.here:
@@ -75,8 +71,6 @@ def _precision(prepared: Preparation) -> Iterator[Finding]:
     for choice in prepared.chosen.choices:
         text = f"{choice.dtype}, {choice.why}"
         yield warning(choice.field, text, choice.remedy) if choice.remedy else ok(choice.field, text)
-    if prepared.lora:
-        yield ok("weights.lora", prepared.lora)
 
 
 # -- models ------------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.errors import AsyncRLError, WeightsError
 from asyncrl.extensions.convert.adapters import PeftFolder
 from asyncrl.extensions.convert.cli import main
+from asyncrl.extensions.lora.peft import write_peft
+from asyncrl.extensions.lora.peft_config import parsed, user_config
 from asyncrl.extensions.vision import tiny as tiny_vision
 from asyncrl.models.families import of_type
 from asyncrl.weights.folder import HFFolder
-from asyncrl.weights.peft import write_peft
-from asyncrl.weights.peft_config import parsed, user_config
 from tests.extensions.convert.models import changed, described, refused, rewritten
 from tests.fakes import tiny_config
 from tests.weights.adapters import RANK, adapters, loaded, logits, lora, merged

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.agents.single_turn import SingleTurn
-from asyncrl.engine.adapters import InUse
+from asyncrl.engine.served import InUse
 from asyncrl.errors import AsyncRLError, ConfigError, EpisodeFailed
 from asyncrl.extensions.processes import wire, workers
 from asyncrl.extensions.processes.encoded import EncodedGroup

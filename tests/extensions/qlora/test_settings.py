@@ -12,14 +12,14 @@ from asyncrl.platforms import here
 
 here().prepare_trainer()
 
+from asyncrl import lookup  # noqa: E402
 from asyncrl.errors import ConfigError  # noqa: E402
+from asyncrl.extensions.lora.bases import base_format, bases  # noqa: E402
 from asyncrl.extensions.qlora.packed import quantize  # noqa: E402
 from asyncrl.extensions.qlora.stored import QuantizedBase  # noqa: E402
 from asyncrl.launch import precision  # noqa: E402
 from asyncrl.launch.checks.model import check_model  # noqa: E402
-from asyncrl.lookup import offered  # noqa: E402
 from asyncrl.models.families import known_families  # noqa: E402
-from asyncrl.trainer.lora import base_format  # noqa: E402
 from tests.fakes import tiny_config  # noqa: E402
 
 BASE: dict[str, Any] = {"trainer.lora.rank": 4, "trainer.lora.base": "nf4"}
@@ -65,14 +65,15 @@ def test_a_base_whose_files_stack_the_experts_is_refused(architecture: str) -> N
 def test_only_megatrons_own_layers_compute_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "_problem", lambda gpu: None)
     config = tiny_config(**BASE, **{"trainer.dtype": "bfloat16", "trainer.layers": "auto"})
-    assert precision.resolve_layers(config, 8).trainer.layers == "local"
+    resolved = lookup.active(config)["lora"].launch().resolved(config, BLOCKS, 8)
+    assert precision.resolve_layers(resolved, 8).trainer.layers == "local"
     with pytest.raises(ConfigError, match=r"trainer\.layers.*quantized base.*set local"):
-        precision.resolve_layers(tiny_config(**BASE, **{"trainer.layers": "transformer_engine"}), 8)
+        tiny_config(**BASE, **{"trainer.layers": "transformer_engine"})
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_planned_bytes_are_those_of_codes_and_scales(kind: Any) -> None:
     lora = tiny_config(**BASE | {"trainer.lora.base": kind}).trainer.lora
     weight = torch.randn(128, 256)
-    assert quantize(weight, kind).nbytes == weight.numel() * offered("bases")[kind].bytes
-    assert isinstance(base_format(lora), QuantizedBase)
+    assert quantize(weight, kind).nbytes == weight.numel() * bases()[kind].bytes
+    assert isinstance(base_format(lora.base), QuantizedBase)

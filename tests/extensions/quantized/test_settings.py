@@ -11,11 +11,11 @@ import pytest
 from asyncrl import lookup
 from asyncrl.config import Config, load, under_new_names
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.lora.choice import choose_lora
 from asyncrl.extensions.quantized.fits import FIELD
 from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.resume import differing
 from asyncrl.removed import removal
-from asyncrl.weights.choice import choose_lora
 from tests.fakes import ALONE, tiny_config
 
 MODEL: dict[str, Any] = {
@@ -131,10 +131,10 @@ def test_models_with_fused_files_are_refused(kind: str, model: str, what: str) -
 
 def test_engines_with_codes_start_with_random_ones() -> None:
     real, simulated = (tiny_config(**{FIELD: kind, "engine.dtype": "bfloat16"}) for kind in ("fp8", "fp8_simulated"))
-    found = lookup.engine_arguments(real)
+    found = lookup.engine_arguments(real, gpu=True)
     assert found["load_format"] == "dummy"
     assert json.loads(found["json_model_override_args"])["quantization_config"]["weight_block_size"] == [128, 128]
-    assert lookup.engine_arguments(simulated) == {}
+    assert lookup.engine_arguments(simulated, gpu=True) == {}
     told = [lookup.active(one)["quantized"].launch().memory(one) for one in (real, simulated)]
     assert told == [{"linear_bytes": 1}, {}]
 

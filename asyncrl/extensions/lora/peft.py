@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights.bucket import plan_buckets
-from asyncrl.weights.folder import write_stream
-from asyncrl.weights.peft_config import (
+from asyncrl.extensions.lora.peft_config import (
     CONFIG,
     DOWN,
     GATE_UP,
@@ -36,7 +34,9 @@ from asyncrl.weights.peft_config import (
     parsed,
     read_adapter_config,
 )
-from asyncrl.weights.reshard import Resharder
+from asyncrl.extensions.lora.weights import AdapterWeights
+from asyncrl.weights.bucket import plan_buckets
+from asyncrl.weights.folder import write_stream
 
 # --- writing ------------------------------------------------------------------------------------------------
 
@@ -87,12 +87,12 @@ def read_peft(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def start_from(root: Path, weights: Resharder, names: Sequence[str]) -> None:
+def start_from(root: Path, weights: AdapterWeights, names: Sequence[str]) -> None:
     """Fill a model's adapters of these names from their PEFT folders. Raises WeightsError or ConfigError if one has
     others, or not plain LoRA."""
     for name, folder in adapter_folders(root, names).items():
         tensors = read_peft(folder)
-        weights.load_adapters(partial(_of_shape, tensors, folder), name)
+        weights.load(partial(_of_shape, tensors, folder), name)
         for module, _ in map(parsed, tensors):
             if not weights.adapts(module):
                 raise WeightsError(f"{folder} adapts {module}, which is no linear layer that is trained here")

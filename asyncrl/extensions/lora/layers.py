@@ -12,7 +12,7 @@ Under tensor parallelism a column-parallel layer splits the rows of B, and a row
 ranks exchange has `rank` numbers for each token and projection, not `hidden`. Routed experts exchange no activations
 (Megatron's dispatcher does), but the gradient of the matrix that is not split.
 
-A layer has a `LinearAdapters` for each adapter of the run. Of several, one computes at a time (trainer/network.py).
+A layer has a `LinearAdapters` for each adapter of the run. Of several, one computes at a time (transformation.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
-from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,37 +39,12 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from asyncrl.config.lora import LoraConfig
-from asyncrl.config.roles import POLICY
 from asyncrl.errors import ConfigError
-from asyncrl.lookup import offered
-from asyncrl.parallel import Parallel, from_all
-from asyncrl.user_code import load
+from asyncrl.extensions.lora.weights import matrix_rule, module_of, projections
+from asyncrl.parallel import from_all
+from asyncrl.schema import POLICY
 from asyncrl.weights.layouts import QKV, ROW, Dims, of_rank
-from asyncrl.weights.names import module_of
 from asyncrl.weights.reshard import LinearShard, Resharder
-
-
-class BaseFormat(Protocol):
-    """A format of the frozen weights below adapters, which an extension offers (trainer.lora.base). A layer whose
-    weights have it gets a module `packed` that has a method `dequantized` and holds its tensors in buffers."""
-
-    def pack(self, weights: Resharder) -> None:
-        """Change the weights of this rank's linear layers with adapters, before data parallelism wraps the model.
-        Raises ConfigError if one of them does not fit."""
-        ...
-
-    def keep(self, run_dir: Path, origin: Path | None, weights: Resharder, parallel: Parallel) -> None:
-        """Store the base in the run folder, once for all checkpoints. Runs on every rank. `origin` is the folder of the
-        run whose checkpoint is resumed. Raises RecordError if that run had another base, and WeightsError if the disk
-        cannot take it."""
-        ...
-
-
-def base_format(settings: LoraConfig) -> BaseFormat | None:
-    """Return the format of the frozen base; None if it is that of the other weights."""
-    base = offered("bases").get(settings.base)
-    made: BaseFormat | None = load(base.path, "trainer.lora.base")(settings.base) if base else None
-    return made
 
 
 class ProjectionAdapter(nn.Module):
@@ -195,11 +169,24 @@ class LinearAdapters(nn.ModuleDict):
 class AdaptedLinear(nn.Module):
     """Put before the class of a linear layer that has adapters as modules (`module_of`)."""
 
+    weight: Tensor
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         y, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         for lora in self._loras():
             y = y if lora.skipped else lora(x, y)
         return y, bias
+
+    def exported(self, merged: str | None) -> Tensor:
+        """Return the weight as it is exported: dequantized if it is quantized, and with the adapter `merged` added
+        if there is one."""
+        packed = getattr(self, "packed", None)
+        weight: Tensor = self.weight.detach() if packed is None else packed.dequantized()
+        adapters = getattr(self, module_of(merged), None) if merged else None
+        if adapters is None:
+            return weight
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        return (weight.to(exact) + adapters.delta()).to(weight.dtype)
 
     def _loras(self) -> list[LinearAdapters]:
         return [module for module in self.children() if isinstance(module, LinearAdapters)]
@@ -217,9 +204,7 @@ def _adapted(of: Any) -> Any:
     return type(f"Adapted{of.__name__}", (AdaptedLinear, of), {})
 
 
-def add(
-    chunks: Sequence[GPTModel], weights: Resharder, dims: Dims, settings: LoraConfig, adapters: Sequence[str]
-) -> None:
+def add(chunks: Sequence[GPTModel], weights: Resharder, settings: LoraConfig, adapters: Sequence[str]) -> None:
     """Freeze the weights, and add adapters of these names to the linear layers that the settings name. Raises
     ConfigError if the model lacks one of the layers."""
     known: set[str] = set()
@@ -231,12 +216,12 @@ def add(
             if hasattr(module, "fuse_wgrad_accumulation"):  # TransformerEngine would look for the weight's buffer
                 module.fuse_wgrad_accumulation = False
     for shard in list(weights.linears()):
-        projections = [*shard.found.projections()]
-        known |= {*projections}
-        names = [name for name in projections if settings.targets == "all" or name in settings.targets]
+        every = [*projections(shard.found)]
+        known |= {*every}
+        names = [name for name in every if settings.targets == "all" or name in settings.targets]
         if names:
             for adapter in adapters:
-                setattr(shard.module, module_of(adapter), LinearAdapters(shard, names, settings, dims, adapter))
+                setattr(shard.module, module_of(adapter), LinearAdapters(shard, names, settings, weights.dims, adapter))
             shard.module.__class__ = _adapted(type(shard.module))  # type: ignore[arg-type]
     if settings.targets != "all":
         _check_targets(settings.targets, chunks, known)
@@ -268,7 +253,7 @@ def modules(chunks: Sequence[GPTModel]) -> Iterator[LinearAdapters]:
 def _widths(shard: LinearShard, parts: int, dims: Dims) -> dict[str, int]:
     """Return how many rows of the layer's weight, or of all `parts` of it, belong to each projection, in HF's order."""
     weight, rule = shard.module.weight, shard.found
-    names = [*rule.projections()]
+    names = [*projections(rule)]
     if len(names) == 1:
         return {names[0]: len(weight)}
     whole = rule.layout.join([torch.empty_like(weight, device="meta")] * parts, dims)
@@ -278,7 +263,7 @@ def _widths(shard: LinearShard, parts: int, dims: Dims) -> dict[str, int]:
 def _start(shard: LinearShard, name: str, settings: LoraConfig, dims: Dims, adapter: str) -> Tensor:
     """Return this rank's part of a random A, which is the same in every layout, and another one for each adapter."""
     found, weight = shard.found, shard.module.weight
-    layout, rank = found.adapter(name, "A").layout, settings.rank or 0
+    layout, rank = matrix_rule(found, name, "A").layout, settings.rank or 0
     width = weight.shape[1] * (shard.degree if layout is ROW else 1)
     key = f"{found.megatron.format(layer=found.layer, expert=found.expert)} {name}"
     key += "" if adapter == POLICY else f" {adapter}"

@@ -13,27 +13,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
-
-import msgspec
+from functools import partial
+from typing import Literal
 
 from asyncrl.config import Config
-from asyncrl.config.roles import POLICY, AgentsConfig, PastConfig
-
-if TYPE_CHECKING:
-    from asyncrl.engine.session import GenerationSession, Request
+from asyncrl.config.roles import AgentsConfig, PastConfig
+from asyncrl.engine.served import InUse, ServedWeights
+from asyncrl.engine.session import GenerationSession, Request, seed_of
+from asyncrl.extensions.lora.rules import past_versions, serves
+from asyncrl.network.addresses import Addresses
+from asyncrl.schema import POLICY
 
 AdapterName = Callable[[int, str], str | None]
 """Returns the name under which engines serve a version of an adapter; None is the base without an adapter."""
-
-
-class InUse(msgspec.Struct, frozen=True):
-    """The answer to the announcement of a version: what engines must keep."""
-
-    versions: list[int]
-    """Versions in use, with all their adapters."""
-    past: dict[str, list[int]]
-    """Past versions that play roles, by adapter."""
 
 
 def adapter_names(config: Config, run_id: str) -> AdapterName | None:
@@ -43,7 +35,7 @@ def adapter_names(config: Config, run_id: str) -> AdapterName | None:
     mean two adapters. `run_id` is another one at every start. Version 0 is the base itself, because B starts at zero,
     unless the run starts from an adapter.
     """
-    if not config.serves_adapters:
+    if not serves(config):
         return None
     first = 0 if config.trainer.lora.path else 1
 
@@ -56,7 +48,7 @@ def adapter_names(config: Config, run_id: str) -> AdapterName | None:
 
 
 PastVersions = Callable[[int], dict[str, list[int]]]
-"""Returns the past versions of each adapter that episodes may use while a version is the newest (Config.past_versions).
+"""Returns the past versions of each adapter that episodes may use while a version is the newest (rules.past_versions).
 """
 
 
@@ -66,9 +58,9 @@ def no_past(version: int) -> dict[str, list[int]]:
 
 
 @dataclass
-class ServedAdapters:
+class ServedAdapters(ServedWeights):
     """Chooses the adapter that answers a request: that of its role, at the newest version or a past one. Counts who
-    uses which version's. Not thread-safe: one event loop owns it."""
+    uses which version's."""
 
     agents: AgentsConfig = field(default_factory=lambda: AgentsConfig(roles={}))
     """Adapters of roles."""
@@ -77,10 +69,21 @@ class ServedAdapters:
     per: Literal["completion", "episode"] = "completion"
     """What keeps one of these versions (rollout.adapter_per)."""
     past_versions: PastVersions = no_past
-    """Past versions that play some of the roles (Config.past_versions)."""
+    """Past versions that play some of the roles (rules.past_versions)."""
+    shared: bool = True
+    """Whether siblings may share a request."""
     _users: Counter[int] = field(default_factory=Counter)
 
     # -- choice --------------------------------------------------------------------------------------------
+
+    @property
+    def pins(self) -> bool:  # type: ignore[override]
+        """Return whether every version is adapters of its own in the engines."""
+        return self.names is not None
+
+    def trains(self, role: str) -> bool:
+        """Return whether the turns of a role are trained: no past version plays it."""
+        return self.past_of(role) is None
 
     def past_of(self, role: str) -> PastConfig | None:
         """Return the past versions that play a role; None if the newest plays it."""
@@ -89,27 +92,29 @@ class ServedAdapters:
     def assign(self, request: Request, newest: int) -> None:
         """Set the adapter that answers a request, and its version if versions are adapters."""
         session, past = request.session, self.past_of(request.role)
-        request.name = self.agents.adapter_of(request.role)
+        request.model = self.agents.adapter_of(request.role)
         if past and session.purpose == "training":
             request.purpose = "past"
         if self.names:
-            request.adapter = session.past_version(past, request.role) if past else self._version_for(session, newest)
-            request.holds = None if past else request.adapter  # past versions stay of themselves
-            request.lora = self.names(request.adapter, request.name)
+            version = _drawn(session, past, request.role) if past else self._version_for(session, newest)
+            name = self.names(version, request.model)
+            request.pinned = version
+            request.holds = None if past else version  # past versions stay of themselves
+            request.fields = {"lora_path": name} if name else {}
 
     def _version_for(self, session: GenerationSession, newest: int) -> int:
         """Return the version of the adapters of a session's next request."""
-        if session.adapter is None and self.per == "episode":
-            session.adapter = newest
+        if session.pinned is None and self.per == "episode":
+            session.pinned = newest
             self.acquire(newest)
             if any(one.version not in (None, newest) for one in session.recalled if session.trains(one.role)):
                 session.recalled = []  # turns of an adapter that no engine has any more: the episode is played anew
-        return newest if session.adapter is None else session.adapter
+        return newest if session.pinned is None else session.pinned
 
     def closed(self, session: GenerationSession) -> None:
         """End the use of the version that a session kept."""
         if self.per == "episode" and session.purpose == "training":
-            self.release(session.adapter)
+            self.release(session.pinned)
 
     # -- use -----------------------------------------------------------------------------------------------
 
@@ -147,3 +152,18 @@ class ServedAdapters:
             for adapter, versions in self.past_versions(version).items():
                 past[adapter].add(versions[-1])
         return InUse(self.versions(), {adapter: sorted(versions) for adapter, versions in past.items()})
+
+
+def _drawn(session: GenerationSession, past: PastConfig, role: str) -> int:
+    """Return the past version that plays a role in an episode, the same in every attempt and after a resume; in an
+    evaluation the newest."""
+    versions = past.drawn(session.born)
+    return versions[-1 if session.purpose == "evaluation" else seed_of(f"{session.sample} {role}") % len(versions)]
+
+
+def served_adapters(config: Config, addresses: Addresses) -> ServedAdapters:
+    """Return what answers the requests of a run. A stock server (engine.urls) cannot unload an adapter after a request
+    with several samples (hooks.py): siblings share none there."""
+    names = adapter_names(config, addresses.run_id)
+    shared = not (names and addresses.attached)
+    return ServedAdapters(config.agents, names, config.rollout.adapter_per, partial(past_versions, config), shared)

@@ -11,8 +11,8 @@ import pytest
 
 from asyncrl import retries
 from asyncrl.config import Config
-from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
+from asyncrl.extensions.lora.served import ServedAdapters, adapter_names
 from asyncrl.schema import Completion, Exchange, VersionSpan
 from tests.engine.asking import PROMPT, answering, asked, named
 from tests.fakes import FakeEngine, Reply, completion, pieces, stream, tiny_config, until
@@ -32,10 +32,12 @@ def played(engine: FakeEngine, play: Callable[[GenerationClient], Coroutine[Any,
 
     async def checked(client: GenerationClient) -> Any:
         found = await play(client)
-        await until(lambda: not client.inflight.adapters.versions())
+        await until(lambda: not client.inflight.served.versions())
         return found
 
-    return asked(engine, checked, names=adapter_names(config(), "run0"), retry_timeout=5.0, **settings)
+    per = settings.pop("per", "completion")
+    served = ServedAdapters(names=adapter_names(config(), "run0"), per=per)
+    return asked(engine, checked, served=served, retry_timeout=5.0, **settings)
 
 
 def test_requests_name_the_newest_adapter_and_tokens_have_it() -> None:
@@ -68,9 +70,9 @@ def test_completion_keeps_its_adapter_after_a_publish() -> None:
         session = client.generate()
         running = asyncio.ensure_future(session(PROMPT))
         await until(lambda: session.received == 2)
-        used = [client.inflight.adapters.versions()]
+        used = [client.inflight.served.versions()]
         client.inflight.release(2)
-        used.append(client.inflight.adapters.versions())
+        used.append(client.inflight.served.versions())
         going.set()
         return await running, used, client.inflight.figures.inferred_tokens
 
@@ -112,7 +114,7 @@ def test_turns_use_the_newest_adapter_or_that_of_the_episode(per: str, expected:
         session.forget()  # an episode that is tried again is still the same
         turns.append(await session(PROMPT))
         await asyncio.sleep(0)
-        used = client.inflight.adapters.versions()
+        used = client.inflight.served.versions()
         session.close()
         return [one.versions[0].version for one in turns], used
 
@@ -131,7 +133,7 @@ def test_what_an_agent_left_in_flight_ends_with_its_session() -> None:
         session = client.generate()
         left = asyncio.ensure_future(session(PROMPT))
         await until(lambda: engine.requests)
-        used = client.inflight.adapters.versions()
+        used = client.inflight.served.versions()
         session.close()
         await until(left.cancelled)
         return used
@@ -144,7 +146,7 @@ def test_siblings_share_a_request_only_under_the_same_adapter() -> None:
 
     async def play(client: GenerationClient) -> list[Completion]:
         client.inflight.release(2)
-        sessions = [client.generate(group="g", adapter=adapter) for adapter in (1, 2, 2)]
+        sessions = [client.generate(group="g", pinned=adapter) for adapter in (1, 2, 2)]
         return list(await asyncio.gather(*(session(PROMPT) for session in sessions)))
 
     found = played(engine, play)
@@ -155,10 +157,10 @@ def test_siblings_share_a_request_only_under_the_same_adapter() -> None:
 def test_an_evaluation_keeps_the_adapter_that_it_began_with() -> None:
     async def play(client: GenerationClient) -> tuple[int, list[int]]:
         client.inflight.release(1)
-        with client.inflight.adapters.held(client.inflight.version) as adapter:
+        with client.inflight.served.held(client.inflight.version) as adapter:
             client.inflight.release(2)
-            used = client.inflight.adapters.versions()
-            found = await client.generate(purpose="evaluation", adapter=adapter)(PROMPT)
+            used = client.inflight.served.versions()
+            found = await client.generate(purpose="evaluation", pinned=adapter)(PROMPT)
         return found.versions[0].version, used
 
     assert played(answering(), play) == (1, [1])

@@ -20,32 +20,45 @@ only when none can name it any more: SGLang would wait for its requests, and blo
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from asyncrl import lookup
+from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import Config, WeightsConfig
 from asyncrl.config.lora import LoraConfig
-from asyncrl.engine.adapters import AdapterName, InUse
 from asyncrl.engine.fleet import Answer, Fleet
-from asyncrl.engine.update import Update
+from asyncrl.engine.served import InUse
+from asyncrl.engine.update import RolloutSide, Update
 from asyncrl.errors import AsyncRLError, WeightsError
+from asyncrl.extensions.lora.peft import read_peft, write_peft
+from asyncrl.extensions.lora.peft_config import parsed, user_config
+from asyncrl.extensions.lora.rules import past_versions
+from asyncrl.extensions.lora.served import AdapterName, adapter_names
+from asyncrl.extensions.lora.weights import AdapterWeights
 from asyncrl.parallel import Parallel, from_first
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets, views
 from asyncrl.weights.choice import choose
 from asyncrl.weights.disk import claim
 from asyncrl.weights.export import gathered
 from asyncrl.weights.layouts import Pieces
-from asyncrl.weights.peft import read_peft, write_peft
-from asyncrl.weights.peft_config import parsed
 from asyncrl.weights.publish import Staged, StagedPublisher, VersionPublisher, verifies
 from asyncrl.weights.transport import handle, shared_memory
 
+if TYPE_CHECKING:
+    from asyncrl.trainer.publishers import Publishing
+
+NAME = "lora"
+"""Name of the extension."""
 Tensors = dict[str, Tensor]
 PAST = "past"
 """Folder of a run with past versions of adapters."""
@@ -197,6 +210,13 @@ def _past(run_dir: Path, adapter: str, version: int) -> Path:
     return run_dir / PAST / adapter / f"v{version:06d}"
 
 
+@dataclass(frozen=True)
+class StagedAdapters(Staged):
+    """What the rest of a publish needs: also the adapters of the version, by name."""
+
+    adapters: dict[str, Tensors] = field(default_factory=dict)
+
+
 class AdapterPublisher(StagedPublisher):
     """The publisher of one trainer rank. Only rank 0 holds adapters and controls the engines."""
 
@@ -249,12 +269,13 @@ class AdapterPublisher(StagedPublisher):
             "pause": 0.0,
             "bytes": float(sum(tensor.nbytes for given in tensors.values() for tensor in given.values())),
         }
-        return Staged(version, metrics, adapters=tensors)
+        return StagedAdapters(version, metrics, adapters=tensors)
 
     @torch.no_grad()
     def complete(self, staged: Staged) -> dict[str, float]:
         """Let every engine load and serve a version; runs on every rank. Returns also the seconds of verifying, and the
         numbers of engines that serve and of adapters that they hold meanwhile."""
+        assert isinstance(staged, StagedAdapters)
         version, first = staged.version, self._newest is None
         self._newest = version
         verified, held = 0.0, 0
@@ -282,7 +303,7 @@ class AdapterPublisher(StagedPublisher):
             **staged.metrics,
             "verify": verified,
             "engines": float(len(self._fleet.serving)),
-            "adapters": float(held),
+            "adapters/resident": float(held),
         }
 
     def _keep(self, version: int, adapter: str, tensors: Tensors) -> float:
@@ -373,6 +394,48 @@ def _compare(name: str, given: Tensors, held: Tensors) -> None:
     wanted, found = checksums(given), checksums(held)
     if wrong := sorted(tensor for tensor in wanted.keys() | found.keys() if wanted.get(tensor) != found.get(tensor)):
         raise WeightsError(f"the adapter {name} is not what was trained (weights.verify): {', '.join(wrong[:8])}")
+
+
+def build(publishing: Publishing) -> tuple[AdapterPublisher, str] | None:
+    """Return the publisher of versions as adapters, and how they travel; None if engines get merged weights. Engines
+    that did not load this base from the model folder get it from the trainers."""
+    rank, config = publishing.rank, publishing.rank.config
+    names = adapter_names(config, rank.addresses.run_id)
+    if names is None:
+        return None
+    make, why = build_adapters(config, publishing.fleet, host=os.environ["ASYNCRL_HOST"], folder=publishing.folder)
+    dtype, adapters = getattr(torch, config.engine.dtype), AdapterWeights(publishing.policy.weights)
+
+    def tensors(name: str) -> Iterator[tuple[str, Tensor]]:
+        return ((tensor, value.to(dtype)) for tensor, value in adapters.tensors(name))
+
+    resume, run_dir = rank.addresses.resume, rank.run_dir
+    past = PastAdapters(
+        run_dir,
+        resume.parent.parent if resume and resume.parent.parent != run_dir else None,
+        needed=partial(past_versions, config),
+        checkpoints=CheckpointStore(run_dir).begun,
+        describe=lambda given: user_config(config.trainer.lora, given, str(rank.addresses.model)),
+    )
+    other_base = bool(rank.addresses.attached) or _serves_other_base(config)
+    publisher = AdapterPublisher(
+        rank.parallel,
+        publishing.fleet,
+        {name: partial(tensors, name) for name in config.agents.adapters},
+        make,
+        config.weights,
+        names=names,
+        announce=publishing.source.announce,
+        past=past,
+        base=(lambda update: publishing.of_weights(RolloutSide(), update, merged=None)[0]) if other_base else None,
+    )
+    return publisher, why
+
+
+def _serves_other_base(config: Config) -> bool:
+    """Return whether the base in the engines is not that of the model folder."""
+    others = (one.engine() for name, one in lookup.active(config).items() if name != NAME)
+    return config.trainer.lora.base != "none" or any(hooks.needs_weights(config) for hooks in others)
 
 
 def build_adapters(

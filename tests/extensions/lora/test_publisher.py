@@ -19,17 +19,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from asyncrl.config.lora import resident_adapters
-from asyncrl.config.roles import POLICY, PastConfig
-from asyncrl.engine.adapters import InUse, ServedAdapters, adapter_names
+from asyncrl.config.roles import PastConfig
 from asyncrl.engine.fleet import Fleet
+from asyncrl.engine.served import InUse
 from asyncrl.engine.update import Update
 from asyncrl.errors import WeightsError
-from asyncrl.network.addresses import Access
-from asyncrl.parallel import Parallel
-from asyncrl.rollout.buffer import CohortBuffer, Ticket
-from asyncrl.weights import adapters
-from asyncrl.weights.adapters import (
+from asyncrl.extensions.lora import publish
+from asyncrl.extensions.lora.peft import read_peft
+from asyncrl.extensions.lora.peft_config import user_config
+from asyncrl.extensions.lora.publish import (
     AdapterFolder,
     AdapterPublisher,
     PastAdapters,
@@ -37,10 +35,15 @@ from asyncrl.weights.adapters import (
     build_adapters,
     checksums,
 )
-from asyncrl.weights.peft import read_peft
-from asyncrl.weights.peft_config import user_config
+from asyncrl.extensions.lora.rules import resident_adapters
+from asyncrl.extensions.lora.served import ServedAdapters, adapter_names
+from asyncrl.network.addresses import Access
+from asyncrl.parallel import Parallel
+from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.schema import POLICY
 from tests.fakes import group, tiny_config
-from tests.integration.publisher import ALONE, NO_PAST
+from tests.integration.adapters import NO_PAST
+from tests.integration.publisher import ALONE
 
 CONFIG = tiny_config(**{"trainer.lora.rank": 2, "weights.lora": "versions"})
 MODULE = "model.layers.0.self_attn.o_proj"
@@ -155,7 +158,7 @@ def served(count: int = 2) -> Iterator[Servers]:
 @pytest.fixture(autouse=True)
 def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines on any host share memory with the trainer."""
-    monkeypatch.setattr(adapters, "choose", lambda *_, **__: ("tensor", "for the test"))
+    monkeypatch.setattr(publish, "choose", lambda *_, **__: ("tensor", "for the test"))
 
 
 def test_every_engine_has_an_adapter_before_it_is_announced() -> None:
@@ -171,7 +174,7 @@ def test_every_engine_has_an_adapter_before_it_is_announced() -> None:
         calls = servers.engines["http://engine-0"].calls
     v1, v2, v3 = (f"run0-v{version}" for version in (1, 2, 3))
     assert seen == [[{v1}] * 2, [{v1, v2}] * 2, [{v1, v2, v3}] * 2]
-    assert [one["adapters"] for one in figures] == [1, 2, 3]
+    assert [one["adapters/resident"] for one in figures] == [1, 2, 3]
     assert figures[0]["bytes"] == 2 * 16 * 4
     load = "/load_lora_adapter_from_tensors"
     assert calls == [
@@ -254,7 +257,7 @@ def test_version_is_all_adapters_and_played_past_ones_stay() -> None:
         *(versions[1], versions[1] | versions[2], versions[2] | versions[3] | old),
         *(versions[2] | versions[3] | versions[4] | old, versions[4] | old),
     ]
-    assert [one["adapters"] for one in figures] == [2, 4, 5, 7]
+    assert [one["adapters/resident"] for one in figures] == [2, 4, 5, 7]
     assert figures[0]["bytes"] == 2 * 2 * 16 * 4
 
 

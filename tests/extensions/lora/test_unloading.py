@@ -8,7 +8,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from asyncrl.engine.sglang_hooks import wait_for_requests
+from asyncrl.extensions.lora.hooks import wait_for_requests
 
 
 def state(lora_id: str, *, dispatched: bool) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import httpx
@@ -11,10 +12,11 @@ import pytest
 
 from asyncrl import retries
 from asyncrl.config import Config
-from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.extensions.lora.rules import past_versions
+from asyncrl.extensions.lora.served import ServedAdapters, adapter_names
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from asyncrl.schema import Completion, Generate, Prompt, Trajectory, VersionSpan
 from tests.engine.asking import PROMPT, answering, asked, named
@@ -39,11 +41,12 @@ def played(engine: FakeEngine, play: Callable[[GenerationClient], Coroutine[Any,
 
     async def checked(client: GenerationClient) -> Any:
         found = await play(client)
-        await until(lambda: not client.inflight.adapters.versions())
+        await until(lambda: not client.inflight.served.versions())
         return found
 
-    names = {"names": adapter_names(made, "run0"), "agents": made.agents, "past_versions": made.past_versions}
-    return asked(engine, checked, retry_timeout=5.0, **{**names, **settings})
+    names = {"names": adapter_names(made, "run0"), "agents": made.agents, "past_versions": partial(past_versions, made)}
+    names |= {name: settings.pop(name) for name in ("names", "per", "agents") if name in settings}
+    return asked(engine, checked, served=ServedAdapters(**names), retry_timeout=5.0, **settings)
 
 
 def test_a_role_has_its_own_adapter_at_the_version_of_the_others() -> None:
@@ -167,8 +170,8 @@ def test_tokens_of_past_versions_are_counted_by_themselves() -> None:
         session = session_at(client, 4)
         for role in ("solver", "old", "old"):
             await session(PROMPT, None, role)
-        with client.inflight.adapters.held(client.inflight.version) as adapter:
-            await session_at(client, 4, purpose="evaluation", adapter=adapter)(PROMPT, None, "old")
+        with client.inflight.served.held(client.inflight.version) as adapter:
+            await session_at(client, 4, purpose="evaluation", pinned=adapter)(PROMPT, None, "old")
         return session.received, dict(client.inflight.tokens), client.inflight.late_tokens
 
     assert played(answering(), play) == (3, {"training": 3, "past": 6, "evaluation": 3}, 0)
@@ -180,8 +183,8 @@ def test_an_evaluation_plays_against_the_newest_past_version() -> None:
     async def play(client: GenerationClient) -> None:
         client.inflight.release(5)
         for number in range(8):
-            with client.inflight.adapters.held(client.inflight.version) as adapter:
-                asks = {"purpose": "evaluation", "adapter": adapter}
+            with client.inflight.served.held(client.inflight.version) as adapter:
+                asks = {"purpose": "evaluation", "pinned": adapter}
                 await session_at(client, 5, f"q {number}", **asks)(PROMPT, None, "old")  # type: ignore[arg-type]
 
     played(engine, play)

@@ -14,10 +14,10 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from asyncrl.config.roles import POLICY
 from asyncrl.errors import AsyncRLError, ConfigError, WeightsError
-from asyncrl.weights.peft import read_peft, write_peft
-from asyncrl.weights.peft_config import check_start, parsed, read_adapter_config, user_config
+from asyncrl.extensions.lora.peft import read_peft, write_peft
+from asyncrl.extensions.lora.peft_config import check_start, parsed, read_adapter_config, user_config
+from asyncrl.schema import POLICY
 from tests.weights.adapters import adapters, loaded, logits, lora, merged
 from tests.weights.models import written
 

@@ -1,0 +1,1 @@
+"""Adapters on a frozen base (LoRA), trained in place of all weights."""
