@@ -92,7 +92,8 @@ def parts(*, quick: bool, rehearse: bool) -> list[Part]:
         return Part(name, [*pytest, *spread, "-m", "gpu and not multi_gpu", path], 3600, usual=usual)
 
     def engines(*names: str) -> list[Part]:
-        return [measured(f"engine-{name}", 15, "engine", name, gpus=SETTINGS[name].gpus, usual=120) for name in names]
+        made = {name: measured(f"engine-{name}", 15, "engine", name, gpus=SETTINGS[name].gpus, usual=120) for name in names}
+        return [part for name, part in made.items() if SETTINGS[name].rehearsed or not rehearse]
 
     return [
         tests("tests-attention", "tests/trainer/test_gpu.py", 8, usual=60),
@@ -108,7 +109,7 @@ def parts(*, quick: bool, rehearse: bool) -> list[Part]:
         measured("shared", 30),
         measured("accuracy", 30, usual=300),
         tests("tests-colocated", "tests/integration/test_colocated.py"),
-        *engines("fp8", "int8", "hicache"),
+        *engines("deepseek", "glm-flash", "fp8", "int8", "hicache"),
         measured("mfu-8b", 20, "mfu", "8b", *LENGTHS, usual=200),
         measured("mfu-moe", 20, "mfu", "moe", *LENGTHS, usual=200),
         Part("tests-multi-gpu", [*pytest, "-m", "multi_gpu", "tests"], 3600, gpus=2, usual=300),

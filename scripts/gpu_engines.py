@@ -3,7 +3,7 @@
 `check` starts engines of a setting on a small model of random weights and publishes two versions by each transport,
 which the engines' checksums verify. The log-probabilities that the engines return for their own tokens must be those
 that transformers computes in float32 with the version's weights. `rehearse` does the same on a CPU, with what a CPU has
-of the setting.
+of the setting; families that SGLang serves on GPUs alone are not rehearsed.
 
 The bounds on a GPU are twice what CPUs gave: engines in bfloat16 a mean difference of 0.07 (0.11 with experts, because
 some tokens go to others), and transformers with inputs in fp8 0.59, in int8 0.22. Other weights give 18 and more.
@@ -14,9 +14,11 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from asyncrl.models.families import OF_TYPE
 
 DENSE, SPARSE, FP8, INT8 = 0.15, 0.25, 1.2, 0.45
 TWO, REPLICAS = "engine.tensor_parallel=2", "engine.data_parallel=2"
@@ -39,8 +41,24 @@ class Setting:
     gap: float = SPARSE
     """Largest mean difference of log-probabilities between the engines on GPUs and transformers."""
     on_cpu: tuple[str, ...] | None = None  # in place of `overrides`, where a CPU cannot run them
+    fields: dict[str, Any] = field(default_factory=dict)  # of the model's config.json
+
+    @property
+    def rehearsed(self) -> bool:
+        """Return whether SGLang serves the model's family on CPUs, too."""
+        return OF_TYPE[self.arch].serving.on_cpu
 
 
+LATENT = {
+    "q_lora_rank": 256,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "moe_intermediate_size": 256,
+}
+"""Widths of latent attention as in all published models, for which SGLang's kernels are made."""
 SETTINGS = {
     "triton": Setting("qwen3", BACKENDS, gap=DENSE, on_cpu=()),
     "plain": Setting("qwen3", (), gap=DENSE),
@@ -51,6 +69,8 @@ SETTINGS = {
     "hicache": Setting("qwen3", (*HICACHE, SMALL_CACHE), gap=DENSE, on_cpu=(SMALL_CACHE,)),
     "fp8": Setting("qwen3_moe", (f"{CODES}=fp8",), gap=FP8, on_cpu=(f"{CODES}=fp8_simulated",)),
     "int8": Setting("qwen3_moe", (f"{CODES}=int8",), gap=INT8, on_cpu=(f"{CODES}=int8_simulated",)),
+    "deepseek": Setting("deepseek_v3", (), fields=LATENT),
+    "glm-flash": Setting("glm4_moe_lite", (), fields={**LATENT, "n_shared_experts": 1}),
 }
 ON_CPU = 5e-4
 """The same on a CPU in float32, of any single token."""
@@ -65,7 +85,7 @@ def write(folder: Path, setting: Setting) -> None:
     """Write the model of a setting into the folder."""
     from asyncrl.models.tiny import write_random_model
 
-    fields = {"moe_intermediate_size": 256} if setting.arch.endswith("moe") else {}
+    fields = {"moe_intermediate_size": 256} if setting.arch.endswith("moe") else setting.fields
     write_random_model(folder, setting.arch, **SIZES, tied=False, seed=1, dtype="bfloat16", fields=fields)
 
 

@@ -95,11 +95,18 @@ def two_answers(rows: int) -> Any:
 
 
 def compile_packs(
-    gpu: str, heads: tuple[int, int, int, int], lengths: tuple[int, ...], *, offload: bool = False
+    gpu: str,
+    heads: tuple[int, int, int, int],
+    lengths: tuple[int, ...],
+    *,
+    windows: tuple[int | None, ...] = (None,),
+    sinks: bool = False,
+    offload: bool = False,
 ) -> list[dict[str, Any]]:
-    """Run forward and backward for packs of these lengths. `heads` are the numbers of query and key heads, and the
-    widths of a key and a value. With `offload`, what forward saves goes to host memory and comes back. Returns what was
-    made for each pack, how many tensors were moved, and the number of graphs so far."""
+    """Run forward and backward for packs of these lengths, in a layer of each of the windows. `heads` are the numbers
+    of query and key heads, and the widths of a key and a value. With `offload`, what forward saves goes to host memory
+    and comes back. Returns what was made for each pack, how many tensors were moved, and the number of graphs so
+    far."""
     made = _target(GPUS[gpu])
     from torch._dynamo.utils import counters
 
@@ -117,15 +124,17 @@ def compile_packs(
         for rows in lengths:
             made.clear()
             pack = two_answers(rows)
-            q, k, v = (
-                torch.empty(pack.num_tokens, *s, dtype=torch.bfloat16, device="cuda:0", requires_grad=True)
-                for s in shapes
-            )
-            with moves.micro_batch() if offload else nullcontext():
-                out = tree_attention._flex(q, k, v, pack, width**-0.5)
-            out.backward(torch.empty_like(out))
-            assert out.shape == (pack.num_tokens, queries, values)
-            assert all(x.grad is not None and x.grad.shape == x.shape for x in (q, k, v))
+            for window in windows:
+                q, k, v, scores = (
+                    torch.empty(shape, dtype=torch.bfloat16, device="cuda:0", requires_grad=True)
+                    for shape in (*((pack.num_tokens, *s) for s in shapes), (queries,))
+                )
+                with moves.micro_batch() if offload else nullcontext():
+                    out = tree_attention._flex(q, k, v, pack, width**-0.5, window, scores if sinks else None)
+                out.backward(torch.empty_like(out))
+                assert out.shape == (pack.num_tokens, queries, values)
+                trained = (q, k, v, scores) if sinks else (q, k, v)
+                assert all(x.grad is not None and x.grad.shape == x.shape for x in trained)
             graphs = counters["stats"]["unique_graphs"]
             told.append({"rows": pack.num_tokens, "kernels": list(made), "graphs": graphs, "moved": sum(sent)})
     return told
