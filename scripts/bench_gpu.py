@@ -92,7 +92,9 @@ def parts(*, quick: bool, rehearse: bool) -> list[Part]:
         return Part(name, [*pytest, *spread, "-m", "gpu and not multi_gpu", path], 3600, usual=usual)
 
     def engines(*names: str) -> list[Part]:
-        made = {name: measured(f"engine-{name}", 15, "engine", name, gpus=SETTINGS[name].gpus, usual=120) for name in names}
+        made = {
+            name: measured(f"engine-{name}", 15, "engine", name, gpus=SETTINGS[name].gpus, usual=120) for name in names
+        }
         return [part for name, part in made.items() if SETTINGS[name].rehearsed or not rehearse]
 
     return [
