@@ -95,7 +95,7 @@ def parts(*, quick: bool, rehearse: bool) -> list[Part]:
         made = {
             name: measured(f"engine-{name}", 15, "engine", name, gpus=SETTINGS[name].gpus, usual=120) for name in names
         }
-        return [part for name, part in made.items() if SETTINGS[name].rehearsed or not rehearse]
+        return [part for name, part in made.items() if not rehearse or SETTINGS[name].rehearsed]
 
     return [
         tests("tests-attention", "tests/trainer/test_gpu.py", 8, usual=60),

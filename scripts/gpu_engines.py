@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.models.families import OF_TYPE
-
 DENSE, SPARSE, FP8, INT8 = 0.15, 0.25, 1.2, 0.45
 TWO, REPLICAS = "engine.tensor_parallel=2", "engine.data_parallel=2"
 EXPERTS, STAGES = "engine.expert_parallel=2", ("engine.pipeline_parallel=2", "weights.pause_mode=abort")
@@ -46,7 +44,9 @@ class Setting:
     @property
     def rehearsed(self) -> bool:
         """Return whether SGLang serves the model's family on CPUs, too."""
-        return OF_TYPE[self.arch].serving.on_cpu
+        from asyncrl.models.families import of_type
+
+        return of_type(self.arch).serving.on_cpu
 
 
 LATENT = {
