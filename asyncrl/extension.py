@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from asyncrl.settings import Section
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from asyncrl.algo.table import LossRows, TokenTable
     from asyncrl.config import AuxiliaryModelConfig, Config
     from asyncrl.engine.served import ServedWeights
+    from asyncrl.engine.session import Request
     from asyncrl.engine.stream import Headers
     from asyncrl.errors import ConfigError
     from asyncrl.launch.checks.findings import Finding
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from asyncrl.rollout.parts import PlaysEpisodes
     from asyncrl.rollout.reporters import RolloutRun
     from asyncrl.rollout.server import RolloutServer
-    from asyncrl.schema import Batch, Group, Prompt, Trajectory
+    from asyncrl.schema import Batch, Completion, Group, Prompt, Trajectory
     from asyncrl.trainer.batch_source import BatchSource
     from asyncrl.trainer.microbatches import Groups
     from asyncrl.trainer.network import Transformation
@@ -277,6 +279,10 @@ class TrainerHooks:
     """Whether engines have given the log-probabilities of the tokens in `batches`, with which the trainer's are
     compared."""
 
+    starts: bool = False
+    """Whether it needs a pass over a batch with the weights that its optimizer steps start from, if they are
+    several."""
+
     signal: bool = False
     """Whether `credited` or `loss` train groups whose rewards give no gradient."""
 
@@ -298,6 +304,16 @@ class TrainerHooks:
     def before_update(self, batch: Batch) -> Sequence[Group]:
         """Return groups that are trained beside those of the batch, in the same steps. Called with each batch."""
         return ()
+
+    def samples(self, groups: Sequence[Group], samples: Groups, *, first: bool) -> Groups:
+        """Return the samples of a batch with what the networks need beside tokens. Called with each batch, or each of
+        its parts, of which one is the `first`."""
+        return samples
+
+    def passes(self, *, start: bool) -> AbstractContextManager[None]:
+        """Return a block around passes of the policy, which is not the reference: those of its optimizer steps, and at
+        the `start` that before them."""
+        return nullcontext()
 
     def columns(self, groups: Groups, table: TokenTable, version: int) -> TokenTable:
         """Return the table of a batch that makes this version with further columns, for `credited`, `loss` and the
@@ -422,6 +438,27 @@ class PlayerHooks:
     def sampling(self, config: Config) -> Mapping[str, Any]:
         """Return further sampling parameters of every request of a mode of this extension, which trains nothing."""
         return {}
+
+    reads: Mapping[str, Any] = MappingProxyType({})
+    """Further fields of an engine's answers (meta_info, with the last chunk) that it reads, with their types; bytes are
+    base64 on the wire."""
+
+    def asks(self, requests: Sequence[Request]) -> Mapping[str, Any]:
+        """Return further fields of one request to an engine, for the next part of the answer to each of these
+        requests. Called right before it is sent, also again after a publish (engine/inflight.py)."""
+        return {}
+
+    def part(self, request: Request) -> None:
+        """Read the part of an answer that has ended, complete or not: request.parts[-1]. Raises EngineError."""
+
+    def completed(self, request: Request, completion: Completion) -> Completion:
+        """Return a complete answer with what its parts told of its tokens. An answer from the saved state of a run
+        has it already, and no parts. Raises EngineError."""
+        return completion
+
+    def played(self, group: Group) -> Group:
+        """Return a group that was played to its end as it is handed in (rollout/player.py)."""
+        return group
 
     async def start(self, timeout: float) -> None:
         """Wait for what episodes need, for this many seconds. Called once the policy's engines can answer, before

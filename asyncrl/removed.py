@@ -58,6 +58,7 @@ MOVED_SETTINGS = {
     "engine.quantization": "quantized.format",
     "engine.request_fields": "requests.fields",
     "algo.distillation": "distill",
+    "algo.routing_replay": "routing_replay.kind",
     "algo.critic": "critic",
     "trainer.vision": "vision",
     "rollout.images": "vision",

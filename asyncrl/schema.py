@@ -67,8 +67,8 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     inferred: bool = False  # the oldest possible version, because the stream broke before the engine reported it
 
 
-class Routing(msgspec.Struct, frozen=True, array_like=True):
-    """Expert routing of each token in a range of a sequence, in the form of asyncrl/routing.py."""
+class TokenRows(msgspec.Struct, frozen=True, array_like=True):
+    """What an extension keeps of each token in a range of a sequence, such as which experts an engine chose for it."""
 
     start: int  # position of the first token, counted from the start of the prompt
     width: int  # bytes of a token
@@ -79,10 +79,10 @@ class Routing(msgspec.Struct, frozen=True, array_like=True):
         """Position after the last token."""
         return self.start + len(self.rows) // self.width
 
-    def since(self, position: int) -> Routing:
+    def since(self, position: int) -> TokenRows:
         """Return the rows from this position on."""
         skipped = max(0, position - self.start)
-        return Routing(self.start + skipped, self.width, self.rows[skipped * self.width :])
+        return TokenRows(self.start + skipped, self.width, self.rows[skipped * self.width :])
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):
@@ -92,7 +92,7 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[float]  # [T] log_softmax(logits / temperature) in the engine's precision
     versions: list[VersionSpan]  # partition [0, T), versions ascending
     finish_reason: str  # "stop" or "length"
-    routing: Routing | None = None  # with algo.routing_replay=R3: rows of all tokens read for it, or of new ones
+    token_rows: TokenRows | None = None  # of an extension: of all tokens read for it, or of new ones
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
@@ -328,7 +328,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     prompt_ids: list[int]  # [P]
     trajectories: list[Trajectory]  # [G]
     task: str  # name of the prompt's task
-    routing: Routing | None = None  # of the prompt, stored once for all siblings
+    token_rows: TokenRows | None = None  # of the prompt, stored once for all siblings
     prompt_images: list[str] = []  # names, in the order of the placeholders in the prompt
     images: dict[str, bytes] = {}  # every image of the group, by name
 

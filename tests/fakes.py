@@ -359,7 +359,8 @@ class FakeEngine:
             "coalesce": True,
         }
         http = changes.pop("http", FakeHttp(self.handle))
-        endpoint = GenerateEndpoint("http://router", Access("key0"), changes.pop("timeout", 5.0), http)
+        read = {name: kind for one in changes.get("hooks", ()) for name, kind in one.reads.items()}
+        endpoint = GenerateEndpoint("http://router", Access("key0"), changes.pop("timeout", 5.0), http, read)
         headers = changes.pop("headers", no_headers)
         return client_of(endpoint, settings | changes, headers)
 

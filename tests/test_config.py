@@ -39,7 +39,6 @@ TASKS = sorted(
     if group == "task" and name not in ("base", "file", "own") and "kind: benchmark" not in file.read_text()
 )
 GROUPED = {"layers": "transformer_engine"}
-MIXTRAL = {**MOE, "architectures": ["MixtralForCausalLM"]}
 DEEPSEEK = {
     **MOE,
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -500,33 +499,6 @@ def test_model_that_the_trainer_cannot_build_is_refused(change: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("hf", "changes", "field", "remedy"),
-    [
-        (LLAMA, {"algo.routing_replay": "R3"}, "algo.routing_replay", "has no routed experts"),
-        (LLAMA, {"algo.routing_replay": "R2", "algo.epochs": 2}, "algo.routing_replay", "has no routed experts"),
-        (MIXTRAL, {"algo.routing_replay": "R3"}, "algo.routing_replay", "Mixtral does not report"),
-        (
-            MOE,
-            {"engine.hicache": 64, "rollout.cache_key": "version"},
-            "algo.routing_replay",
-            "forgets which experts",
-        ),
-    ],
-)
-def test_routing_replay_needs_experts_and_engines_that_tell_them(
-    hf: dict[str, Any], changes: dict[str, Any], field: str, remedy: str
-) -> None:
-    with pytest.raises(ConfigError, match=remedy) as caught:
-        check_model(tiny_config(**{"algo.routing_replay": "R3", **changes}), hf)
-    assert caught.value.field == field
-
-
-def test_routing_replay_that_the_engines_can_give_passes() -> None:
-    check_model(tiny_config(**{"algo.routing_replay": "R3"}), MOE)
-    check_model(tiny_config(**{"algo.routing_replay": "R2", "algo.epochs": 2}), MIXTRAL)
-
-
-@pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
         ("moe_runner_backend", "flashinfer_trtllm", "cannot load new weights"),
@@ -664,11 +636,6 @@ def test_arguments_that_are_settings_are_refused(name: str, field: str) -> None:
     wrong = refusal(**{"engine.server_args": {name: 2}})
     assert wrong.field == f"engine.server_args.{name.replace('-', '_')}"
     assert f"engine.{field}" in str(wrong)
-
-
-def test_recorded_routing_needs_a_second_step() -> None:
-    with pytest.raises(ConfigError, match="With one optimizer step there is nothing to replay"):
-        tiny_config(**{"algo.routing_replay": "R2"})
 
 
 def test_layouts_that_fit_the_model_pass() -> None:

@@ -62,7 +62,7 @@ class Pack:
     images: tuple[str, ...] = ()  # names of the images that stand in rows that this rank embeds
     image_rows: Tensor | None = None  # [M] int64, these rows, counted from the first that this rank embeds
     image_places: Tensor | None = None  # [M] int64, which of all tokens of `images` stands there
-    keys: Tensor | None = None  # [N] int64 on the host, each token's index in algo/routing_replay_index.py, or -1
+    keys: Tensor | None = None  # [N] int64 on the host, each token's number in an extension's index, or -1
     model: str = POLICY  # that computes it, of several that are trained
 
     @property
@@ -141,7 +141,7 @@ def _rope(samples: list[Sample], rows_of: list[np.ndarray], positions: np.ndarra
 
 
 def _keys(samples: list[Sample], rows_of: list[np.ndarray], length: int) -> Tensor | None:
-    """Return each row's key, or None if the samples have none (routing is not replayed)."""
+    """Return each row's key, or None if the samples have none."""
     if not samples or samples[0].keys is None:
         return None
     keys = torch.full((length,), -1)

@@ -30,7 +30,7 @@ class Sample:
     first_row: int  # row of its first trained token in the table
     images: tuple[str, ...] = ()  # names, in the order of the placeholders that the policy did not write
     rope: np.ndarray | None = None  # [3, P + T] position in time, height and width, if there are images
-    keys: Tensor | None = None  # [P + T - 1] int64, index in algo/routing_replay_index.py of each input token's experts
+    keys: Tensor | None = None  # [P + T - 1] int64, number of each input token in an extension's index
     model: str = POLICY  # that it trains, of several
 
     @property

@@ -105,10 +105,6 @@ class AlgoConfig(Section):
     trust_region: Positive | None
     """Skip the remaining optimizer steps of a batch once the policy has moved this far from where they started,
     measured as the token mean of KL(start || policy); unset: no bound."""
-    routing_replay: Literal["none", "R2", "R3"]
-    """Routing replay: experts that a mixture-of-experts model's routers are forced to use in the policy's passes. R2:
-    those that the trainer's routers chose before the batch's first optimizer step; R3: those that the engines chose for
-    each token (docs/algorithms.md)."""
     mini_batches: Count
     """Optimizer steps per pass over a batch, each on its share of the groups."""
     epochs: Count
@@ -171,8 +167,6 @@ class AlgoConfig(Section):
         yield "kl.reference_path", kl.reference != "weights" and bool(kl.reference_path), why
         why = "algo.advantage=none reads no rewards: set loss."
         yield "kl.place", advantage.name == "none" and kl.coefficient > 0 and kl.place == "reward", why
-        why = "With one optimizer step there is nothing to replay: raise mini_batches, or set none."
-        yield "routing_replay", self.routing_replay == "R2" and self.steps == 1, why
         for name in ("sequence", "geometric"):
             bounds = getattr(self.mask, name)
             why = "The interval is empty: give the lower bound first."

@@ -167,14 +167,12 @@ def _server_args(config: Config) -> Iterator[Rule]:
 
 
 def _speculation(config: Config) -> Iterator[Rule]:
-    """Yield the rules of speculative decoding, with which tokens or their experts would silently be wrong."""
+    """Yield the rules of speculative decoding, with which tokens would silently be wrong."""
     if not config.generates or not config.engine.speculates:
         return
     off, arguments = "remove engine.server_args.speculative_algorithm", config.engine.server_args
     why = f"How many tokens are computed at once depends on the drafts, and so do their last bits: {off}."
     yield "deterministic", config.deterministic, why
-    why = f"SGLang moves accepted drafts in the KV cache without their experts, and lacks room for them: {off}."
-    yield "algo.routing_replay", config.algo.routing_replay == "R3", why
     for name in THRESHOLDS:
         why = "Tokens would not be the model's: remove it."
         yield f"engine.server_args.{name}", arguments.get(name, 1.0) != 1.0, why
@@ -193,10 +191,8 @@ def _host_caches(config: Config) -> Iterator[Rule]:
         return
     why = "A group's later turns would find caches of old weights in host memory (engine.hicache): set version."
     yield "rollout.cache_key", config.rollout.cache_key == "group" and not flushes, why
-    off, replay = "unset engine.hicache", config.algo.routing_replay
+    off = "unset engine.hicache"
     yield "deterministic", config.deterministic, f"It needs whole prefills: {off}."
-    why = f"SGLang forgets which experts a token had when its cache moves to host memory: {off}, or set none or R2."
-    yield "algo.routing_replay", replay == "R3", why
 
 
 # -- batches and publishes that overlap with other work ----------------------------------------------------------

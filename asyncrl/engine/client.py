@@ -21,14 +21,14 @@ from typing import Any, Literal
 
 from asyncrl.engine.inflight import CacheKey, InFlight
 from asyncrl.engine.served import ServedWeights
-from asyncrl.engine.session import GenerationSession, PartialAnswer, Purpose, Request, seed_of
+from asyncrl.engine.session import GenerationSession, PartialAnswer, Purpose, Request, joined, seed_of
 from asyncrl.engine.stop_strings import StopStrings
 from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import AsyncRLError, EngineError, PromptRefused
+from asyncrl.extension import PlayerHooks
 from asyncrl.images import ImageReader, images_in
 from asyncrl.observability.intervals import RETRY
 from asyncrl.retries import pause
-from asyncrl.routing import RoutingShape
 from asyncrl.schema import Completion, Exchange, Message
 
 RESERVED = 7
@@ -59,8 +59,8 @@ class ClientSettings:
     """Further fields of each request."""
     further: Mapping[str, Any] = field(default_factory=dict)
     """Further sampling parameters of each request, in a run that trains nothing."""
-    routing: RoutingShape | None = None
-    """Make engines return the experts of every token in requests for training, in this shape."""
+    hooks: Sequence[PlayerHooks] = ()
+    """Extensions, which may ask engines for more of each token."""
     replicas: int = 1
     """Replicas of attention in each engine. Requests with the same routing key use the same one."""
     seed: int | None = None
@@ -210,14 +210,13 @@ class GenerationClient:
         stops = self._settings.stop.and_also(stop) if stop else self._settings.stop
         request = Request(session, token_ids, limit, session.next_seed, role, session.purpose, images, added, stops)
         self.inflight.served.assign(request, self.inflight.version)
-        request.shape = self._settings.routing if request.purpose == "training" else None
         session.requests.append(request)
         request.future = loop.create_future()
         recalled = session.recall(request)
         if recalled is not None:
             self._go_on(request, recalled)
         elif limit < 1:
-            request.complete(Completion([], [], [], "length"))
+            self._complete(request, Completion([], [], [], "length"))
         else:
             key: tuple = (next(self._serial),)
             shares = self._coalesce and not request.stop.texts
@@ -276,7 +275,7 @@ class GenerationClient:
     def _go_on(self, request: Request, recalled: Completion) -> None:
         """Give a request its recalled completion, which is continued from its last token if it is incomplete."""
         if recalled.finish_reason:
-            request.complete(recalled)
+            self._complete(request, recalled)
             return
         request.parts.append(PartialAnswer.recalled(request, recalled))
         self.inflight.served.acquire(request.holds)
@@ -326,7 +325,7 @@ class GenerationClient:
     async def _finish(self, request: Request) -> None:
         """Complete an answer, after requesting continuations until nothing is missing."""
         patience = _Patience(self._settings.retry_timeout)
-        part = request.add_experts()
+        part = self._ended_part(request)
         while reason := part.cut:
             if part.broken and request.pinned is None:
                 self.inflight.figures.inferred_tokens += len(part.token_ids)
@@ -337,11 +336,23 @@ class GenerationClient:
                 await patience.before_retry(reason, progressed=bool(part.token_ids))
             self.inflight.figures.continued["aborted" if reason == "aborted" else "broken"] += 1
             await self.inflight.stream([request])
-            part = request.add_experts()
+            part = self._ended_part(request)
             if part.last:
                 self.inflight.figures.refilled_tokens += part.last.prompt_tokens - part.last.cached_tokens
-        completion = request.joined()
+        completion = joined(request.parts, part.finish_reason)
         self._spread.finished(len(completion.token_ids))
+        self._complete(request, completion)
+
+    def _ended_part(self, request: Request) -> PartialAnswer:
+        """Return the part of an answer that ended last, after extensions have read it."""
+        for hooks in self._settings.hooks:
+            hooks.part(request)
+        return request.parts[-1]
+
+    def _complete(self, request: Request, completion: Completion) -> None:
+        """Give the agent its completion with what extensions have read of it."""
+        for hooks in self._settings.hooks:
+            completion = hooks.completed(request, completion)
         request.complete(completion)
 
     def _ended(self, request: Request) -> str | None:

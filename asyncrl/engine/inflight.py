@@ -173,10 +173,9 @@ class InFlight:
                     for request in waiting:
                         held.enter_context(request.session.activity.spent(QUEUED, PUBLISH))
                     await self._open.wait()
-            routed_from = min(request.routed_from for request in waiting)
-            body = self._body(waiting, routed_from)
+            body = self._body(waiting)
             self._needed += _needed(waiting, body)
-            answers = [request.begin(self.version, routed_from) for request in waiting]
+            answers = [request.begin(self.version) for request in waiting]
             sent = _Sent(asyncio.timeout(None), len(body["input_ids"]) + waiting[0].added, body["rid"])
             self._opened(sent)
             try:
@@ -251,7 +250,7 @@ class InFlight:
         if tokens and answer.doing and not answer.doing.first:
             session.activity.heard(answer.doing)
 
-    def _body(self, requests: Sequence[Request], routed_from: int) -> dict[str, Any]:
+    def _body(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return the request to an engine. The samples differ in nothing but what an engine draws."""
         settings = self._settings
         first, session = requests[0], requests[0].session
@@ -268,8 +267,8 @@ class InFlight:
         body = dict(settings.fields)
         if settings.replicas > 1:
             body["routed_dp_rank"] = seed_of(session.routing_key or rid) % settings.replicas
-        if first.shape:
-            body |= {"return_routed_experts": True, "routed_experts_start_len": routed_from}
+        for hooks in settings.hooks:
+            body |= hooks.asks(requests)
         body |= first.fields
         body["input_ids"] = [*first.context, *begun]
         if images:

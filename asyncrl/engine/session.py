@@ -1,18 +1,5 @@
 """The interface of one episode to the policy, its requests, and their answers: put together from the streaming chunks
 of a sample, and from the continuations of an interrupted one.
-
-Experts (algo.routing_replay=R3). SGLang (0.5.21: srt/state_capturer, srt/managers/scheduler_components) stores the
-experts beside its KV cache. The last chunk of a sample contains those of the positions from routed_experts_start_len to
-the last token that the engine read, which is every token except the last one that it generated. Each part requests only
-what the earlier parts lack:
-
-    prompt p p p, answer a a a a, cut after two
-    first part    0 .. 4    p p p a        (none if its stream broke, or if it was still in the queue)
-    second part   4 .. 6    a a            requested with routed_experts_start_len=4, for a prompt of 5 tokens
-
-The experts of the tokens before a cut are those that read them when the next token was generated. The exception is a
-request that an engine retracts (memory, or weights.pause_mode=retract): it is prefilled again, and the engine reports
-the experts of that prefill.
 """
 
 from __future__ import annotations
@@ -24,16 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
 from asyncrl.engine.stop_strings import StopStrings
 from asyncrl.engine.stream import PASSING, ChunkMeta, StreamChunk
 from asyncrl.errors import EngineError
 from asyncrl.images import image_name
 from asyncrl.observability import intervals
 from asyncrl.observability.intervals import PREFILL, Activity, Ongoing
-from asyncrl.routing import RoutingShape, compact
-from asyncrl.schema import POLICY, Completion, Exchange, Message, Routing, VersionSpan
+from asyncrl.schema import POLICY, Completion, Exchange, Message, VersionSpan
 
 if TYPE_CHECKING:
     from asyncrl.engine.client import GenerationClient
@@ -58,7 +42,6 @@ class GenerationSession:
     received: int = 0  # tokens that engines sent for this session, kept or not
     closed: bool = False
     cached: tuple[str, int] = ("", 0)  # prefix-cache key, and how many tokens engines may hold under it
-    routed: list[int] = field(default_factory=list)  # tokens of the last request and its answer, with known experts
     requests: list[Request] = field(default_factory=list)
     recalled: list[Exchange] = field(default_factory=list)
     """Completions from the saved state of a resumed run, for requests that the agent makes again."""
@@ -157,21 +140,10 @@ class Request:
     pinned: int | None = None  # version that answers it from its first to its last token; None: those of the engines
     fields: dict[str, Any] = field(default_factory=dict)  # further ones of the request to an engine, which name both
     holds: int | None = None  # version that must stay in the engines until it has ended
-    shape: RoutingShape | None = None  # of the experts that are asked for
-    experts: Routing | None = None  # those of the parts that have ended
     parts: list[PartialAnswer] = field(default_factory=list)  # ended parts, complete or interrupted
     live: PartialAnswer | None = None  # the part that is streaming now
     future: asyncio.Future[Completion] | None = None  # what the agent waits for
     completion: Completion | None = None  # set once the answer is complete
-
-    @property
-    def routed_from(self) -> int:
-        """Position of the first token whose experts are not known from an earlier part or turn. A turn tells all but
-        those of its last token, if the context begins with it."""
-        if self.experts:
-            return self.experts.end
-        routed = self.session.routed
-        return max(0, len(routed) - 1) if self.context[: len(routed)] == routed else 0
 
     @property
     def image_names(self) -> list[str]:
@@ -183,55 +155,18 @@ class Request:
         """Tokens of the answer in the parts that have ended."""
         return [token for part in self.parts for token in part.token_ids]
 
-    def begin(self, version: int, routed_from: int) -> PartialAnswer:
+    def begin(self, version: int) -> PartialAnswer:
         """Begin the next part, for which a request is sent now, while every engine serves `version`."""
         activity = self.session.activity
         activity.requests += 1
         asked_at = version if self.pinned is None else self.pinned
-        self.live = PartialAnswer(self, asked_at, routed_from, doing=activity.begin(PREFILL, self.role))
+        self.live = PartialAnswer(self, asked_at, doing=activity.begin(PREFILL, self.role))
         return self.live
-
-    def add_experts(self) -> PartialAnswer:
-        """Add the experts of the part that ended last, and return it. Raises EngineError when they do not fit the
-        model."""
-        part = self.parts[-1]
-        if self.shape is None:
-            return part
-        known = self.experts or Routing(part.routed_from, self.shape.width, b"")
-        rows = b""
-        if part.last is not None and part.last.routed_experts is not None:
-            try:
-                rows = compact(part.last.routed_experts, self.shape)
-            except ValueError as error:
-                raise EngineError(f"the engine returned routed experts that do not fit the model: {error}") from None
-        self.experts = Routing(known.start, known.width, known.rows + rows)  # a part begins where the last one ended
-        return part
-
-    def joined(self) -> Completion:
-        """Join the parts of the answer, the last of which has completed it, into one completion with its experts.
-
-        Raises EngineError when an engine finished the answer but reported too few experts. When the answer was
-        interrupted after its last token, some may be missing, and the trainer routes those tokens itself.
-        """
-        last, experts = self.parts[-1], self.experts
-        completion = joined(self.parts, last.finish_reason)
-        if experts is None:
-            return completion
-        read = len(self.context) + len(completion.token_ids) - 1
-        if experts.end < read and not last.ended:
-            raise EngineError(
-                f"the engine reported the experts of {experts.end} of {read} tokens: was it started with "
-                "--enable-return-routed-experts, and does its model report them?"
-            )
-        rows = experts.rows[: (read - experts.start) * experts.width]
-        return msgspec.structs.replace(completion, routing=Routing(experts.start, experts.width, rows))
 
     def complete(self, completion: Completion) -> None:
         """Give the agent its completion, unless it has been cancelled."""
-        self.session.routed = [*self.context, *completion.token_ids] if completion.routing else []
         self.completion = completion
         self.parts = []
-        self.experts = None
         if self.future and not self.future.done():
             self.future.set_result(completion)
 
@@ -258,7 +193,6 @@ class PartialAnswer:
 
     request: Request
     asked_at: int
-    routed_from: int = 0  # position of the first token whose experts were requested
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     last: ChunkMeta | None = None
@@ -304,7 +238,6 @@ class PartialAnswer:
         return cls(
             request,
             0,
-            request.routed_from,
             token_ids=list(completion.token_ids),
             logprobs=list(completion.logprobs),
             broken="the run was resumed",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -62,7 +63,6 @@ class ChunkMeta(msgspec.Struct):
     completion_tokens: int = 0
     cached_tokens: int = 0
     queue_time: float | None = None  # seconds in the engine's queue, if the engine measures (--enable-metrics)
-    routed_experts: bytes | None = None  # base64 on the wire; only the last chunk has them
 
 
 class StreamChunk(msgspec.Struct):
@@ -74,7 +74,14 @@ class StreamChunk(msgspec.Struct):
     error: dict | None = None
 
 
-_decode = msgspec.json.Decoder(StreamChunk).decode
+def chunk_decoder(fields: Mapping[str, Any]) -> Callable[[bytes], StreamChunk]:
+    """Return a decoder of events whose meta_info may have further fields of these types; bytes are base64 on the
+    wire."""
+    further = [(name, kind | None, None) for name, kind in fields.items()]
+    meta = msgspec.defstruct("ExtendedMeta", further, bases=(ChunkMeta,))
+    given = ("meta_info", meta, msgspec.field(default_factory=meta))
+    chunk: Any = msgspec.defstruct("ExtendedChunk", [given], bases=(StreamChunk,))
+    return msgspec.json.Decoder(chunk).decode
 
 
 class StreamBroken(Exception):
@@ -85,8 +92,17 @@ class GenerateEndpoint:
     """The router's /generate. It uses aiohttp without httpx around it, whose requests and responses took a sixth of the
     CPU time of a request."""
 
-    def __init__(self, router: str, access: Access, timeout: float, session: Any = None) -> None:
-        """`timeout` is that of the next chunk, in seconds; `session` replaces aiohttp's."""
+    def __init__(
+        self,
+        router: str,
+        access: Access,
+        timeout: float,
+        session: Any = None,
+        reads: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """`timeout` is that of the next chunk, in seconds; `session` replaces aiohttp's. `reads` are further
+        fields of an answer's meta_info that are read, with their types."""
+        self._decode = chunk_decoder(reads)
         self._url = f"{router}/generate"
         self._access = access
         self._session = session
@@ -108,7 +124,7 @@ class GenerateEndpoint:
                 waiting = bytearray()
                 async for chunk in response.content.iter_any():
                     for event in _events(waiting, chunk):
-                        if (piece := _piece(event)) is None:
+                        if (piece := _piece(event, self._decode)) is None:
                             return
                         yield piece
                 raise StreamBroken("the stream ended without its last event")
@@ -142,12 +158,12 @@ async def _check(response: ClientResponse) -> None:
         raise StreamBroken(problem) if response.status in PASSING or NO_WORKER in text else EngineError(problem)
 
 
-def _piece(event: bytes) -> StreamChunk | None:
+def _piece(event: bytes, decode: Callable[[bytes], StreamChunk]) -> StreamChunk | None:
     """Return what an event says, or None if it is the last. Raises StreamBroken or EngineError if it is an error."""
     data = event.removeprefix(b"data: ")
     if data == b"[DONE]":
         return None
-    piece = _decode(data)
+    piece = decode(data)
     if piece.error is not None:
         problem = f"the engine failed a request: {piece.error}"
         passing = piece.error.get("code") in PASSING or piece.error.get("type") == STREAM_ERROR
@@ -158,7 +174,8 @@ def _piece(event: bytes) -> StreamChunk | None:
 def _events(waiting: bytearray, chunk: bytes) -> Iterator[bytes]:
     """Yield the complete events that end in this network chunk; `waiting` keeps the rest.
 
-    An event may have 100 MB (routed experts) in a thousand chunks, so each byte is searched and copied only once.
+    An event may have 100 MB (of what extensions ask for) in a thousand chunks, so each byte is searched and copied only
+    once.
     """
     if not waiting and chunk.endswith(b"\n\n") and chunk.find(b"\n\n") == len(chunk) - 2:  # one event, as usually
         yield chunk[:-2]

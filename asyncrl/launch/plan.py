@@ -184,7 +184,6 @@ def engines(
                 base_gpu_id=seat.gpus[0] if gpu and by_ipc else None,
                 nccl_port=seat.meeting if len(seats) == 1 else None,
                 mem_fraction_static=config.engine_fraction if gpu else None,
-                enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
                 **lookup.engine_arguments(config, gpu=gpu),
                 **_shown(run_dir, seat.url),
                 **(_spanning(seats, place) if len(seats) > 1 else {}),

@@ -115,13 +115,6 @@ STEP_REFERENCE = {
 # The same file, with algo.entropy_bonus: computing the entropy takes a pass over the logits
 STEP_ENTROPY = {"entropy": "mean entropy of the policy at the trained tokens"}
 
-# The same file, with algo.routing_replay; over tokens and layers with experts, in the passes with gradient
-STEP_ROUTER = {
-    "router/differs": "fraction of routing decisions whose replayed experts differ from the choice of the trainer's "
-    "router",
-    "router/overlap": "mean fraction of replayed experts that the trainer's router would have chosen too",
-}
-
 # The same file, with checkpoint.every, if the previous step ended with a checkpoint
 STEP_CHECKPOINT = {
     "time/save": "time of the checkpoint after the previous step: waiting for the earlier checkpoint, then copying "

@@ -10,7 +10,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.models.families import family_of, known_families
 from asyncrl.models.family import HF, Arguments, Family
 from asyncrl.models.parts import rotary
-from asyncrl.routing import RoutingShape
 
 WHOLE = ("architectures", "model_type", "tie_word_embeddings", "dtype")
 """Fields that describe the whole model if both it and its text model have them."""
@@ -35,15 +34,6 @@ def megatron_arguments(hf: HF) -> Arguments:
         raise ConfigError(
             "model.path", f"no {error.args[0]}", "config.json lacks this field: copy the file again."
         ) from None
-
-
-def routing_shape(hf: HF) -> RoutingShape | None:
-    """Return the shape of a token's routing, or None for a model without experts."""
-    family = megatron_arguments(hf)
-    if not family.get("num_moe_experts"):
-        return None
-    sparse = tuple(layer for layer, has_experts in enumerate(family["moe_layer_freq"]) if has_experts)
-    return RoutingShape(hf["num_hidden_layers"], sparse, family["moe_router_topk"], family["num_moe_experts"])
 
 
 def rope_axes(hf: HF) -> list[int] | None:

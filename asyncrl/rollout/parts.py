@@ -23,7 +23,7 @@ from asyncrl.extension import PlayerHooks
 from asyncrl.images import ImageReader
 from asyncrl.import_hooks import imported_without
 from asyncrl.lookup import active
-from asyncrl.models.architectures import flat, routing_shape
+from asyncrl.models.architectures import flat
 from asyncrl.models.families import family_of
 from asyncrl.network.addresses import Addresses
 from asyncrl.rollout.agent import Agent, agents, close_all, figures, start_all
@@ -238,7 +238,7 @@ def _client(
         pause_mode=config.weights.pause_mode,
         fields={name: value for one in hooks for name, value in one.fields(config).items()},
         further={name: value for one in hooks for name, value in one.sampling(config).items()},
-        routing=routing_shape(model.hf) if config.algo.routing_replay == "R3" else None,
+        hooks=hooks,
         replicas=replicas,
         seed=config.run.seed if config.deterministic else None,
         context=min(context, model.cache - config.engine.draft_room if model.cache else context),
@@ -247,7 +247,8 @@ def _client(
         requests=requests,
         stop=StopStrings(config.rollout.stop, model.template.spell),
     )
-    http = GenerateEndpoint(addresses.router, addresses.access, config.engine.request_timeout)
+    reads = {name: kind for one in hooks for name, kind in one.reads.items()}
+    http = GenerateEndpoint(addresses.router, addresses.access, config.engine.request_timeout, reads=reads)
     return GenerationClient(http, settings, headers_of(config, addresses, hooks), served_by(config, addresses))
 
 

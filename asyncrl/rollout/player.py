@@ -30,7 +30,6 @@ from asyncrl.rollout.episode import Annotate, Episode, EpisodeTimeouts, Scorer, 
 from asyncrl.rollout.evaluation import Attempt
 from asyncrl.rollout.hooks import Accept, accept_all
 from asyncrl.rollout.reporters import FailureReporter
-from asyncrl.routing import share_prompt
 from asyncrl.schema import Group, Prompt, Template, Trajectory
 
 Sums = dict[str, tuple[float, float]]
@@ -82,6 +81,7 @@ class GroupPlayer:
         self._retries = retries
         self._accept = accept
         self._scorer = Scorer(timeouts.reward)
+        self._hooks = hooks
         self._annotate = [one.annotate for one in hooks if type(one).annotate is not PlayerHooks.annotate]
         self._retried: Counter[str] = Counter()
         self._parts: dict[str, list[float]] = {}
@@ -100,17 +100,17 @@ class GroupPlayer:
             assert failed is not None
             raise self._reported(ticket, failed) from None
         played = [task.result() for task in tasks]
-        group = share_prompt(
-            Group(
-                ticket.uid,
-                ticket.slot,
-                prompt.token_ids,
-                played,
-                prompt.task,
-                prompt_images=[image_name(png) for png in prompt.images],
-                images=_images(prompt, played, sessions),
-            )
+        group = Group(
+            ticket.uid,
+            ticket.slot,
+            prompt.token_ids,
+            played,
+            prompt.task,
+            prompt_images=[image_name(png) for png in prompt.images],
+            images=_images(prompt, played, sessions),
         )
+        for hooks in self._hooks:
+            group = hooks.played(group)
         return group, self._accept(group)
 
     def stop(self, ticket: Ticket, playing: asyncio.Task[None]) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from asyncrl.algo.pack import Pack
 from asyncrl.config import TrainerConfig
-from asyncrl.models.architectures import routing_shape
 from asyncrl.parallel import Parallel
 from asyncrl.schema import POLICY
 from asyncrl.trainer import model as megatron
@@ -31,12 +30,14 @@ from asyncrl.trainer.layers import accumulates_by_itself, fp8_weights
 from asyncrl.trainer.meter import StepMeter
 from asyncrl.trainer.microbatches import Groups, TokenAccumulator, packs_of_rank
 from asyncrl.trainer.operations import costs_of, operations_of
-from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.weights.export import save_hf
 from asyncrl.weights.layouts import dims_of
 from asyncrl.weights.reshard import Resharder
 
+AroundForward = Callable[[GPTModel, Pack, bool], AbstractContextManager[Callable[[], None]]]
+"""Returns a block around the forward pass of a chunk over a pack, with gradient or not. It yields what is called before
+the pass, and again before each part of it that is recomputed."""
 Visit = Callable[[Head, Pack], Tensor]
 """Callback that the last stage runs on each pack. It returns the loss, or any tensor in a pass without gradient."""
 
@@ -192,9 +193,8 @@ class Network:
         # point-to-point operations would mix the shapes of both directions.
         self.config.overlap_p2p_comm = len(chunks) > 1
         self.config.timers = self.meter
-        self.routing: RoutingReplay | None = None
-        self.around_forward: list[Callable[[], AbstractContextManager[None]]] = []
-        """Blocks that extensions put around the forward pass of each micro-batch with gradient."""
+        self.around_forward: list[AroundForward] = []
+        """Blocks that extensions put around the forward pass of each micro-batch."""
         for chunk in self.wrapped:
             chunk.train()
 
@@ -205,13 +205,6 @@ class Network:
             for model, own in self.transformation.divided(groups)
             for pack in packs_of_rank(own, self._trainer, self._parallel, self._costs, self.encoder.placed)
         ]
-
-    def replay_routing(self, kind: Kind) -> RoutingReplay:
-        """Make the routers of every later pass ask the returned object for their experts."""
-        shape = routing_shape(self.hf)
-        assert shape is not None, "launch/checks/model.py rejects models without experts"
-        self.routing = RoutingReplay(kind, self.chunks, shape, self._parallel)
-        return self.routing
 
     def train(self, packs: list[Pack], visit: Visit, *, first: bool = True, last: bool = True) -> None:
         """Accumulate the gradient of the sum of all losses, over all ranks, in the gradient buffers. Several calls
@@ -318,14 +311,10 @@ class Network:
             if inner.pre_process:
                 trains = self._trains_encoder and not forward_only
                 prepares.append(self.encoder.embedded(inner, batch, trains=trains))
-            if self.routing:
-                prepares.append(self.routing.before(inner, batch))
             with ExitStack() as around:
-                for block in () if forward_only else self.around_forward:
-                    around.enter_context(block())
+                blocks = [block(inner, batch, not forward_only) for block in self.around_forward]
+                prepares += [around.enter_context(block) for block in blocks]
                 out = forward(model, inner, batch, prepares)
-                if self.routing:
-                    self.routing.after(inner, batch)
             return out, loss_function
 
         interleaved = len(self.wrapped) > 1
@@ -358,7 +347,7 @@ def forward(
 ) -> Tensor:
     """Return the hidden states: [1, U, H] of the rows that predict a token on the last stage, [N, 1, H] on earlier
     stages. `wrapped` is `model` in its DDP wrapper; `prepares` give the model what is not in the pack, such as
-    embeddings of images."""
+    embeddings of images: before the pass, and again before each part of it that is recomputed."""
 
     def prepare() -> None:
         for one in model.ropes:

@@ -53,7 +53,7 @@ class Objective:
         """Return whether the objective needs a pass with the weights that the batch's steps start from. A single step
         runs the policy that it starts from, so that no extra pass is needed."""
         algo = self._algo
-        several = algo.steps > 1 and (algo.proximal == "start" or algo.routing_replay == "R2")
+        several = algo.steps > 1 and (algo.proximal == "start" or any(one.starts for one in self._hooks))
         return several or self._loss.traits.selection is not None or self.kl_in("reward")
 
     def select(self, table: TrainingTable) -> Tensor:

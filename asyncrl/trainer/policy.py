@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -64,7 +64,6 @@ class Policy:
         )
         self.weights = self.network.weights
         self.hf = self.network.hf
-        self._routing = None if algo.routing_replay == "none" else self.network.replay_routing(algo.routing_replay)
         self.optimizer = NetworkOptimizer(config.trainer, self.network, config.run.max_steps)
         self._reference = self._load_reference(folder)
         self.advantage = ADVANTAGES.find(algo.advantage)
@@ -79,13 +78,10 @@ class Policy:
         """Networks that extensions train beside the policy, by the name of their checkpoint folder."""
         self.following: list[Callable[[Groups, TrainingTable], dict[str, float]]] = []
         """What acts after the optimizer steps of a batch, and returns statistics. Extensions may add to it."""
-        if routing := self._routing:
-            self.following.append(lambda groups, table: routing.figures())
         self.trains_from = 0
         """Version from which on batches train the policy. An extension may raise it."""
         self._hooks = {name: one.trainer(self) for name, one in extensions.items()}
         self.objective = Objective(algo, config.rollout, list(self._hooks.values()))
-        self._inputs = list(self._stages_of_inputs())
         self._columns = list(self._stages_of_columns())
 
     def sent(self) -> SentWeights:
@@ -176,8 +172,9 @@ class Policy:
         self._seed(batch.version)
         trained = self._with_added(batch)
         groups: Groups = build_samples(trained, self.network.transformation.model_of)
-        for prepare in self._inputs:
-            groups = prepare(trained, groups)
+        groups = self.network.encoder.begin(trained, groups)
+        for hooks in self._hooks.values():
+            groups = hooks.samples(trained, groups, first=not self._parts.begun)
         table = build_table(trained, batch.version)
         for add in self._columns:
             table = add(groups, table, batch.version)
@@ -185,7 +182,7 @@ class Policy:
         keep = trainable(table, shaping) if shaping.mask_truncated else None
         step = table.trained(self.advantage(table), keep)
         step = replace(step, keep=self.objective.select(step))
-        with self._routed():
+        with self._passes():
             figures = self._take_steps(groups, step, batch)
         if not batch.last:
             return {}
@@ -204,12 +201,6 @@ class Policy:
         added = [group for hooks in self._hooks.values() for group in hooks.before_update(batch)]
         self._added = sum(group.num_tokens for group in added)
         return [*batch.groups, *added]
-
-    def _stages_of_inputs(self) -> Iterator[Callable[[list[Group], Groups], Groups]]:
-        """Yield what gives the network more than tokens, in order."""
-        yield self.network.encoder.begin
-        if routing := self._routing:
-            yield lambda trained, groups: routing.begin(trained, groups, first=not self._parts.begun)
 
     def _stages_of_columns(self) -> Iterator[Callable[[Groups, TokenTable, int], TokenTable]]:
         """Yield what adds the columns that the algorithm needs to a table of a version, each after those that it needs
@@ -237,12 +228,12 @@ class Policy:
 
     def add_start(self, groups: Groups, table: TokenTable, _: int) -> TokenTable:
         """Add the log-probabilities under the policy that the steps start from."""
-        with self._routed(whole_batch=True):
+        with self._passes(start=True):
             return replace(table, proximal=self._score(groups, table))
 
     def score_at(self, temperature: float, groups: Groups, table: TokenTable) -> Tensor:
         """Return the log-probabilities under the policy at another temperature, [N], for hooks that add columns."""
-        with self._routed():
+        with self._passes():
             return self._score(groups, table, temperature)
 
     def _add_penalty(self, _: Groups, table: TokenTable, __: int) -> TokenTable:
@@ -254,9 +245,13 @@ class Policy:
             return self._train_part(groups, table, last=batch.last)
         return self._train(groups if batch.version >= self.trains_from else [], table)
 
-    def _routed(self, *, whole_batch: bool = False) -> AbstractContextManager[None]:
-        """Replay the routing of experts in the passes within, if the algorithm does so."""
-        return self._routing.of_policy(whole_batch=whole_batch) if self._routing else nullcontext()
+    @contextmanager
+    def _passes(self, *, start: bool = False) -> Iterator[None]:
+        """Mark the passes inside the block as the policy's, for extensions."""
+        with ExitStack() as blocks:
+            for hooks in self._hooks.values():
+                blocks.enter_context(hooks.passes(start=start))
+            yield
 
     # -- passes --------------------------------------------------------------------------------------------
 

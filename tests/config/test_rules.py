@@ -74,7 +74,6 @@ CAUSES: dict[str, list[dict[str, Any]]] = {
         *({"task.kind": "hf", "task.dataset": "d", "task.train_split": split} for split in ("test", None)),
         FILE,
     ],
-    "_shape": [{"algo.routing_replay": "R3"}],
     "auto_plan": [{**JOB, "cluster.trainer_nodes": 1}],
 }
 """Settings by subject that break rules whose cause is in other fields than the one that they name."""

@@ -25,11 +25,9 @@ CACHED = {"engine.hicache": 64, "rollout.cache_key": "version"}
 @pytest.mark.parametrize(
     ("base", "field", "value", "words"),
     [
-        (NGRAM, "algo.routing_replay", "R3", "without their experts"),
         (EAGLE, "weights.transport", "disk", "set auto, tensor or distributed"),
         (CACHED, "rollout.cache_key", "group", "caches of old weights"),
         (CACHED, ARGS, {"hicache_storage_backend": "file"}, "beyond their weights"),
-        (CACHED, "algo.routing_replay", "R3", "forgets which experts"),
         ({}, ARGS, {"disaggregation_mode": "prefill"}, "both prefills and decodes"),
         (
             NGRAM,

@@ -129,7 +129,7 @@ def compile_packs(
                     torch.empty(shape, dtype=torch.bfloat16, device="cuda:0", requires_grad=True)
                     for shape in (*((pack.num_tokens, *s) for s in shapes), (queries,))
                 )
-                with moves.micro_batch() if offload else nullcontext():
+                with moves.micro_batch(None, None, True) if offload else nullcontext():
                     out = tree_attention._flex(q, k, v, pack, width**-0.5, window, scores if sinks else None)
                 out.backward(torch.empty_like(out))
                 assert out.shape == (pack.num_tokens, queries, values)

@@ -33,6 +33,16 @@ def test_bytes_one_by_one_are_the_same_events() -> None:
     assert [event for byte in STREAM for event in _events(waiting, bytes([byte]))] == EVENTS
 
 
+@given(st.lists(st.binary(max_size=5).map(lambda x: x.replace(b"\n", b"\r")), max_size=6), st.randoms())
+def test_events_are_whole_wherever_the_stream_was_split(events: list[bytes], draw: Any) -> None:
+    data, waiting, found = b"".join(event + b"\n\n" for event in events) + b"rest", bytearray(), []
+    while data:
+        size = draw.randint(1, 7)
+        found += list(_events(waiting, data[:size]))
+        data = data[size:]
+    assert (found, bytes(waiting)) == (events, b"rest")
+
+
 @pytest.mark.parametrize("chunks", [4, 5], ids=["the timer was set before the last chunk", "and with it"])
 def test_stream_breaks_when_no_chunk_came_in_time(chunks: int) -> None:
     """The chunks come in two thirds of the timeout each; in between, the timer fires at every second one. The clock of

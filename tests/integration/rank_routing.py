@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from torch import Tensor  # noqa: E402
 from asyncrl.algo.pack import Pack  # noqa: E402
 from asyncrl.algo.samples import Sample, build_samples  # noqa: E402
 from asyncrl.config import Config, load, read  # noqa: E402
-from asyncrl.models.architectures import routing_shape  # noqa: E402
+from asyncrl.extensions.routing_replay.encoding import shape_of, unpacked  # noqa: E402
+from asyncrl.extensions.routing_replay.routers import RoutingReplay  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
-from asyncrl.routing import unpacked  # noqa: E402
 from asyncrl.schema import Batch, Group  # noqa: E402
 from asyncrl.trainer.encoder import encoder_of  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
@@ -43,7 +44,7 @@ Figures = dict[str, Any]
 def with_settings(config: Config, **changes: dict[str, Any]) -> Config:
     values = config.model_dump()
     for section, fields in changes.items():
-        values[section].update(fields)
+        values.setdefault(section, {}).update(fields)
     return load(values)
 
 
@@ -65,20 +66,20 @@ def own_routing_changes_nothing(config: Config, groups: list[Group], folder: Pat
     """Record routing in small micro-batches of the whole batch, and replay it in large ones in another order."""
     model = folder / "model"
     network = Network(config.trainer, model, parallel, encoder=encoder_of(config, model, parallel))
-    routing = network.replay_routing("R2")
+    routing = RoutingReplay("R2", network, shape_of(network.hf), parallel)
     samples = build_samples(groups)
-    samples = routing.begin(groups, network.encoder.begin(groups, samples))
+    samples = routing.samples(groups, network.encoder.begin(groups, samples))
     small = with_settings(config, trainer={"micro_batch_tokens": 40}).trainer
-    with torch.no_grad(), routing.of_policy(whole_batch=True):
+    with torch.no_grad(), routing.passes(start=True):
         packs = packs_of_rank(samples, small, parallel, costs_of(network.hf), network.encoder.placed)
         network.score(packs, lambda head, _: head.hidden.sum())
     assert bool(routing._routes.known.all())
     assert not groups[0].images or routing._routes.known.numel() > sum(len(group.prompt_ids) for group in groups)
     packs = network.packs(samples[::-1])
     loss, gradients = gradient(network, packs, parallel)
-    with routing.of_policy():
+    with routing.passes():
         again, replayed = gradient(network, packs, parallel)
-    figures = routing.figures()
+    figures = routing.after_update(1)
     assert loss.equal(again), f"{loss} {again}"
     for one, other in zip(gradients, replayed, strict=True):
         assert one.equal(other)
@@ -90,22 +91,24 @@ def given_experts_are_used(policy: Policy, groups: list[Group], samples: list[li
 
     Return the number of comparisons, which grows.
     """
-    network, shape, compared = policy.network, routing_shape(policy.hf), [0]
-    assert shape is not None
+    network, shape, compared = policy.network, shape_of(policy.hf), [0]
     told = {}
     for group, siblings in zip(groups, samples, strict=True):
         for trajectory, sample in zip(group.trajectories, siblings, strict=True):
-            for routing in (group.routing, *(turn.completion.routing for turn in trajectory.turns)):
+            for routing in (group.token_rows, *(turn.completion.token_rows for turn in trajectory.turns)):
                 for place, row in enumerate(unpacked(routing.rows, shape)):
                     told.setdefault(int(sample.keys[routing.start + place]), torch.from_numpy(row.astype("i8")))
     maps: dict[TopKRouter, Tensor] = {}
     for chunk in network.chunks:
         for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
             router.register_forward_hook(lambda router, _, out: maps.update({router: out[1]}))
-    after: Callable[..., None] = network.routing.after
+
+    @contextmanager
+    def checked(chunk: Any, pack: Pack, gradient: bool) -> Iterator[Callable[[], None]]:
+        yield lambda: None
+        check(chunk, pack)
 
     def check(chunk: Any, pack: Pack) -> None:
-        after(chunk, pack)
         keys = pack.keys if pack.keys is not None and torch.is_grad_enabled() else torch.zeros(0)
         parallel = policy.parallel
         size = len(keys) // parallel.tp if chunk.config.sequence_parallel else len(keys)
@@ -118,16 +121,20 @@ def given_experts_are_used(policy: Policy, groups: list[Group], samples: list[li
                     assert used.equal(told[key][layer].sort().values), (layer, row, used, told[key][layer])
                     compared[0] += 1
 
-    network.routing.after = check
+    network.around_forward.append(checked)
     return compared
+
+
+def _routing(policy: Policy) -> RoutingReplay:
+    return next(hooks for hooks in policy._hooks.values() if isinstance(hooks, RoutingReplay))
 
 
 def updates(config: Config, groups: list[Group], folder: Path, parallel: Parallel, kind: str) -> Figures:
     """Train two batches. Under R3, compare the experts that routers used with those of the samples."""
-    policy = Policy(with_settings(config, algo={"routing_replay": kind}), folder / "model", parallel)
+    policy = Policy(with_settings(config, routing_replay={"kind": kind}), folder / "model", parallel)
     compared = [1]
     if kind == "R3":
-        compared = given_experts_are_used(policy, groups, policy._routing.begin(groups, build_samples(groups)))
+        compared = given_experts_are_used(policy, groups, _routing(policy).samples(groups, build_samples(groups)))
     began = time.monotonic()
     figures = [policy.update(Batch(version, groups, {})) for version in range(2)]
     assert compared[0]

@@ -260,24 +260,6 @@ def test_proximal_policy_without_a_pass_of_its_own_costs_none(proximal: str) -> 
     assert one.network.passes == ["train", "train"]
 
 
-class Routing:
-    """Replacement of routing replay that records which passes are the policy's."""
-
-    inside = False
-
-    def begin(self, _: Any, groups: Groups, first: bool) -> Groups:
-        return groups
-
-    @contextmanager
-    def of_policy(self, *, whole_batch: bool = False) -> Iterator[None]:
-        self.inside = True
-        yield
-        self.inside = False
-
-    def figures(self) -> dict[str, float]:
-        return {}
-
-
 class Own(Extension):
     """Turns rewards around, and doubles advantages and losses."""
 
@@ -292,6 +274,13 @@ class OwnHooks(TrainerHooks):
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self.inside = False
+
+    @contextmanager
+    def passes(self, *, start: bool) -> Iterator[None]:
+        self.inside = True
+        yield
+        self.inside = False
 
     def columns(self, groups: Groups, table: TokenTable, version: int) -> TokenTable:
         assert bool(torch.isfinite(self._policy.score_at(1.0, groups, table)).all())
@@ -310,15 +299,15 @@ class OwnHooks(TrainerHooks):
 OWN = {"extensions": {"own": f"{__name__}:Own"}}
 
 
-def test_every_pass_replays_its_experts() -> None:
+def test_extensions_know_every_pass_of_the_policy() -> None:
     one = policy(temperature=0.5, more=OWN, mini_batches=2)
-    one._routing = routing = Routing()  # type: ignore[assignment]
+    own: Any = one._hooks["own"]
     passes: list[tuple[str, bool]] = []
     for name in ("score", "train"):
         plain = getattr(one.network, name)
 
         def noted(*given: Any, name: str = name, plain: Callable[..., None] = plain, **how: Any) -> None:
-            passes.append((name, routing.inside))
+            passes.append((name, own.inside))
             plain(*given, **how)
 
         setattr(one.network, name, noted)

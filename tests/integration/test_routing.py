@@ -18,13 +18,14 @@ from asyncrl.config import load
 from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.session import GenerationSession
 from asyncrl.engine.stream import GenerateEndpoint
+from asyncrl.extensions.routing_replay.answers import ReportedExperts
+from asyncrl.extensions.routing_replay.encoding import RoutingShape, routing_shape, share_prompt
 from asyncrl.extensions.vision import tiny as tiny_vision
 from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.main import CONF
-from asyncrl.models.architectures import flat, routing_shape
+from asyncrl.models.architectures import flat
 from asyncrl.models.families import known_families
 from asyncrl.models.tiny import write_random_model
-from asyncrl.routing import RoutingShape, share_prompt
 from asyncrl.schema import Completion, Group, Trajectory, Turn
 from tests.integration.fleet import engines
 from tests.integration.ranks import run_ranks
@@ -108,6 +109,8 @@ def test_tokens_of_images_are_recorded_and_replayed(layout: str, tmp_path: Path)
     as_published(tmp_path / "model", "qwen3_vl_moe")
     found = train(tmp_path, layout, vision_groups(), **LAYOUTS[layout])
     assert found["own"] == {"router/differs": 0.0, "router/overlap": 1.0}
+    start, plain = (found[kind]["figures"][0] for kind in ("R2", "none"))
+    assert start["logprob_gap/mean"] == plain["logprob_gap/mean"]  # of the pass that records, which sees the images
     for recorded in found["R2"]["figures"]:
         assert recorded["router/differs"] < 0.2
         assert recorded["router/overlap"] > 0.9
@@ -191,13 +194,13 @@ def engines_groups(
     continued."""
     folder = tmp_path_factory.mktemp("engine")
     shape = write_model(folder, arch=request.param, max_positions=256, **SERVED[request.param])
-    overrides = (f"model.path={folder / 'model'}", "algo.routing_replay=R3", "engine.dtype=float32")
+    overrides = (f"model.path={folder / 'model'}", "routing_replay.kind=R3", "engine.dtype=float32")
     with engines(folder, *overrides, "engine.stream_interval=1") as started:
         addresses = started.addresses
 
         async def ask(attempt: int) -> tuple[list[Group], int]:
             client = GenerationClient(
-                GenerateEndpoint(addresses.router, addresses.access, 60.0),
+                GenerateEndpoint(addresses.router, addresses.access, 60.0, reads=ReportedExperts.reads),
                 ClientSettings(
                     run=f"routing-{attempt}",  # another run's cache is not used
                     max_new_tokens=40,
@@ -205,7 +208,7 @@ def engines_groups(
                     stop_token_ids=[10],
                     retry_timeout=30.0,
                     coalesce=True,
-                    routing=shape,
+                    hooks=[ReportedExperts(shape)],
                 ),
             )
 
@@ -231,13 +234,13 @@ def test_an_engine_tells_the_experts_of_every_token_that_it_read(
     _, groups, aborted = engines_groups
     assert aborted > 0
     for group in groups:
-        assert group.routing.end == len(group.prompt_ids)
+        assert group.token_rows.end == len(group.prompt_ids)
         for trajectory in group.trajectories:
             end = len(group.prompt_ids)
             for number, turn in enumerate(trajectory.turns):
-                assert turn.completion.routing.start == end - (number > 0)
+                assert turn.completion.token_rows.start == end - (number > 0)
                 end += len(turn.observation) + len(turn.completion.token_ids)
-                assert turn.completion.routing.end == end - 1
+                assert turn.completion.token_rows.end == end - 1
 
 
 def test_the_trainer_routes_as_the_engine_did(engines_groups: tuple[Path, list[Group], int]) -> None:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from asyncrl.algo.samples import Sample
 from asyncrl.config import load
+from asyncrl.extensions.routing_replay.encoding import RoutingShape, share_prompt
 from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
-from asyncrl.routing import RoutingShape, share_prompt
-from asyncrl.schema import Completion, Group, Routing, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, TokenRows, Trajectory, Turn, VersionSpan
 from tests.fakes import changed
 from tests.integration.ranks import run_ranks
 
@@ -198,14 +198,14 @@ def foreign(shape: RoutingShape) -> list[Group]:
     def tokens(count: int) -> list[int]:
         return [draw.randrange(VOCAB) for _ in range(count)]
 
-    def experts(start: int, end: int) -> Routing:
+    def experts(start: int, end: int) -> TokenRows:
         chosen = chance.random((end - start, len(shape.sparse), shape.experts)).argsort(-1)[..., : shape.topk]
-        return Routing(start, shape.width, chosen.astype("u1").tobytes())
+        return TokenRows(start, shape.width, chosen.astype("u1").tobytes())
 
     def turn(observation: list[int], count: int, start: int, end: int) -> Turn:
         ids = tokens(count)
         written = Completion(ids, [-draw.random() * 6 for _ in ids], [VersionSpan(0, 0, count)], "stop")
-        return Turn(observation, msgspec.structs.replace(written, routing=experts(start, end)))
+        return Turn(observation, msgspec.structs.replace(written, token_rows=experts(start, end)))
 
     head, groups = tokens(10), []
     for slot in range(5):

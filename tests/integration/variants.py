@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config, load
+from asyncrl.extensions.routing_replay.encoding import routing_shape
 from asyncrl.launch.checks.model import check_model
-from asyncrl.models.architectures import routing_shape
 from asyncrl.models.tiny import write_random_model
 from tests.fakes import changed, tiny_config, tiny_values
 from tests.integration.ranks import run_ranks
@@ -82,7 +82,7 @@ def prepare(folder: Path, model: str, layout: str, variants: Variants, algo: dic
     shape = routing_shape(hf)
     groups = foreign(shape) if shape else drawn_groups(seed=3)
     (folder / "groups.msgpack").write_bytes(msgspec.msgpack.encode(groups))
-    values = tiny_values(**{"algo.routing_replay": "R3" if shape else "none", "algo.mini_batches": 2, **algo})
+    values = tiny_values(**{"routing_replay.kind": "R3" if shape else "none", "algo.mini_batches": 2, **algo})
     values["trainer"].update({"micro_batch_tokens": UNEVEN, **LAYOUTS[layout]})
     config = load(values)
     for changes in variants.values():

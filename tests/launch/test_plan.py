@@ -108,12 +108,6 @@ def test_cpu_engines_warm_up_before_listening_for_images() -> None:
     assert flags(made()["engine-0"])["warmups"] == "asyncrl_images"
 
 
-def test_engines_keep_experts_only_where_replayed() -> None:
-    flag = "enable-return-routed-experts"
-    assert flags(made(**{"algo.routing_replay": "R3"})["engine-0"])[flag] is True
-    assert flag not in flags(made()["engine-0"])
-
-
 def test_cache_fits_the_gpu_or_is_stated_on_a_cpu() -> None:
     unset = {"engine.max_total_tokens": None, "scorer.max_total_tokens": None}
     for name in ("engine-0", "scorer-0"):

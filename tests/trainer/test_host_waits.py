@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES
@@ -23,30 +20,15 @@ from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import TokenAccumulator
 from tests.algo.tables import make
 from tests.fakes import tiny_config
+from tests.trainer.host_waits import META, OnlyOnDevice, on_device
 
 here().prepare_trainer()
 
 from asyncrl.trainer.objective import Objective  # noqa: E402
-from asyncrl.trainer.routing import RouterReplay  # noqa: E402
 
-META = torch.device("meta")
 ROWS, VOCAB = 9, 50
 PARALLEL: Any = SimpleNamespace(cp=1, tp=1, tp_rank=0, device=META)
 MASKS = {"sequence": [0.5, 4.0], "geometric": [0.8, 1.2], "opsm": 0.05, "lag": 2}
-
-
-class OnlyOnDevice(TorchDispatchMode):
-    """Raises when an operation makes a tensor on the host, unless it is a number."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            assert not isinstance(tensor, Tensor) or tensor.device == META or not tensor.dim(), function
-        return out
-
-
-def on_device(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device=META)
 
 
 @pytest.mark.parametrize("entropy_bonus", [0.0, 0.01])
@@ -75,10 +57,3 @@ def test_a_loss_never_waits(loss: str, correction: str | None, entropy_bonus: fl
     seen = TokenAccumulator(ROWS, PARALLEL)
     with OnlyOnDevice():
         objective.loss(Head(hidden, weight, VOCAB, 4, PARALLEL), pack, table, seen).backward()
-
-
-def test_the_comparison_of_replayed_experts_never_waits() -> None:
-    choice = RouterReplay(META)
-    choice.given = on_device(ROWS, 2, dtype=torch.int64), on_device(ROWS, dtype=torch.bool)
-    with OnlyOnDevice():
-        choice.get_replay_topk(on_device(ROWS, 4), 2, None, None, lambda scores, k, **_: scores.topk(k))

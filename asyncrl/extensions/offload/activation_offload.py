@@ -62,6 +62,10 @@ class _SavedTensor(NamedTuple):
     offset: Any
 
 
+def _nothing() -> None:
+    """Prepare nothing before a pass."""
+
+
 class ActivationOffload:
     """Moves activations of one rank. `resident` returns tensors that stay on the device in any case, such as the
     parameters. `stand_in` also moves storages of the CPU, for tests on machines without a GPU."""
@@ -77,13 +81,16 @@ class ActivationOffload:
         self._streams: dict[str, Any] = {}
 
     @contextmanager
-    def micro_batch(self) -> Iterator[None]:
-        """Move what autograd saves in the forward pass inside the block."""
+    def micro_batch(self, chunk: Any, pack: Any, gradient: bool) -> Iterator[Callable[[], None]]:
+        """Move what autograd saves in the forward pass inside the block. No-op without gradient."""
+        if not gradient:
+            yield _nothing
+            return
         self._stays = {tensor.untyped_storage()._cdata for tensor in self._resident()}
         self._layer = _Layer(None)
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
-                yield
+                yield _nothing
             self.next_layer()
         finally:
             self._layer = None

@@ -6,10 +6,10 @@ from typing import Any
 
 import httpx
 
+from asyncrl import lookup
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.prepare import KEY
-from asyncrl.lookup import engine_arguments
 
 FIELD = "engine.urls"
 ANSWER_SECONDS = 30.0
@@ -61,15 +61,16 @@ def wanted_of(config: Config) -> dict[str, Any]:
         **({**shape, **replicated, "speculative_algorithm": None} if publishes else {}),  # as in checks/model.py
         **({"custom_weight_loader": [config.weight_loader]} if config.weight_loader else {}),
         **_added(config),
-        **({"enable_return_routed_experts": True} if config.algo.routing_replay == "R3" else {}),
         **({"enable_deterministic_inference": True} if config.deterministic else {}),
     }
 
 
 def _added(config: Config) -> dict[str, Any]:
-    """Return the arguments of extensions that a server reports as they were given."""
+    """Return the arguments of extensions that a server reports as they were given, among them those with which it
+    reports what extensions ask for with each request."""
     fields = ("enable_lora", "max_lora_rank", "max_loras_per_batch", "lora_strict_loading")
-    return {name: value for name, value in engine_arguments(config, gpu=True).items() if name in fields}
+    arguments = lookup.engine_arguments(config, gpu=True)
+    return {name: value for name, value in arguments.items() if name in fields or name.startswith("enable_return_")}
 
 
 def _ask(url: str, path: str, key: str) -> dict[str, Any]:

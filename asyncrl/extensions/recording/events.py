@@ -17,7 +17,7 @@ from asyncrl.errors import RecordError
 from asyncrl.extensions.recording import frames
 from asyncrl.extensions.recording.frames import Compressed
 from asyncrl.rollout.events import Adjusted, Admitted, Began, PartTaken, Published, Saved, Taken
-from asyncrl.schema import Completion, Group, Routing, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, TokenRows, Trajectory, Turn, VersionSpan
 
 
 class PackedTurn(msgspec.Struct, frozen=True, array_like=True):
@@ -31,7 +31,7 @@ class PackedTurn(msgspec.Struct, frozen=True, array_like=True):
     reward: float
     token_rewards: bytes
     teacher: bytes
-    routing: Routing | None
+    token_rows: TokenRows | None
     begins: bool = False
     role: str = ""
     state: str = ""
@@ -47,7 +47,7 @@ class PackedGroup(msgspec.Struct, frozen=True, array_like=True):
     prompt_ids: bytes
     trajectories: list[tuple[list[PackedTurn], float]]
     task: str
-    routing: Routing | None
+    token_rows: TokenRows | None
     prompt_images: list[str] = []
     images: list[str] = []
 
@@ -125,7 +125,7 @@ def packed(group: Group) -> PackedGroup:
         _ids(group.prompt_ids),
         trajectories,
         group.task,
-        group.routing,
+        group.token_rows,
         group.prompt_images,
         list(group.images),
     )
@@ -145,7 +145,7 @@ def unpacked(group: PackedGroup, images: Mapping[str, bytes] | None = None) -> G
         ]
         prompt = _ids_of(group.prompt_ids)
         named, images = group.prompt_images, dict(images or {})
-        return Group(group.uid, group.slot, prompt, trajectories, group.task, group.routing, named, images)
+        return Group(group.uid, group.slot, prompt, trajectories, group.task, group.token_rows, named, images)
     except ValueError as error:
         raise RecordError(f"group {group.uid} is damaged: {error}") from None
 
@@ -179,7 +179,7 @@ def _pack_turn(turn: Turn) -> PackedTurn:
         turn.reward,
         _floats(turn.token_rewards),
         _floats(turn.teacher),
-        answer.routing,
+        answer.token_rows,
         turn.begins,
         turn.role,
         turn.state,
@@ -194,7 +194,7 @@ def _unpack_turn(turn: PackedTurn) -> Turn:
     def floats(data: bytes) -> list[float]:
         return _floats_of(data, len(ids))
 
-    completion = Completion(ids, floats(turn.logprobs), turn.versions, turn.finish_reason, turn.routing)
+    completion = Completion(ids, floats(turn.logprobs), turn.versions, turn.finish_reason, turn.token_rows)
     return Turn(
         _ids_of(turn.observation),
         completion,

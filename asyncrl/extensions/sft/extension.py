@@ -55,7 +55,6 @@ class Sft(extension.Extension):
             ("algo.kl.coefficient", algo.kl.coefficient != 0, no_part),
             ("algo.entropy_bonus", algo.entropy_bonus != 0, no_part),
             ("algo.aggregation", algo.aggregation == "constant", "Set token or sequence."),
-            ("algo.routing_replay", algo.routing_replay != "none", "No engine routes: set none."),
             ("eval.sets", sets, bool(sets), no_engine),
             ("agents.roles", roles, bool(roles), "Rows have no roles: remove them."),
         ]

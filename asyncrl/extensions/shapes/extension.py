@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from asyncrl import lookup
 from asyncrl.errors import ConfigError
 from asyncrl.extension import EngineHooks, Extension, LaunchHooks
 from asyncrl.settings import value_of
@@ -67,8 +68,8 @@ def _stages(config: Config, model: dict[str, Any]) -> Shaped:
     pauses = config.mode == "train" and config.weights.pause_mode not in ("abort", "drain")
     why = "SGLang does not pause the steps that are between stages: set weights.pause_mode=abort or drain."
     yield STAGES, pauses, why
-    replays = config.algo.routing_replay == "R3"
-    yield STAGES, replays, "Engines cannot report routed experts of other stages: set 1, or algo.routing_replay=none."
+    reports = "enable_return_routed_experts" in lookup.engine_arguments(config, gpu=True)
+    yield STAGES, reports, "Engines cannot report routed experts of other stages: set 1, or routing_replay.kind=none."
 
 
 class Shapes(Extension):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl import extension
+from asyncrl import extension, lookup
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Count, Positive, Section
 
@@ -75,11 +75,12 @@ def _rules(config: Config, model: dict[str, Any]) -> Iterator[tuple[str, Any, bo
     the policy's, or under another distribution than the one without image tokens."""
     from asyncrl.extensions.vision.sizes import deepstack
 
-    trainer, path, replay = config.trainer, config.algo.kl.reference_path, config.algo.routing_replay
+    trainer, path = config.trainer, config.algo.kl.reference_path
+    reports = "enable_return_routed_experts" in lookup.engine_arguments(config, gpu=True)
     why = "The reference sees with the policy's vision tower: unset it, or choose a text model."
     yield "algo.kl.reference_path", path, bool(path), why
     why = "Engines report the experts of each token of an image, and answers count an image once: set R2 or none."
-    yield "algo.routing_replay", replay, replay == "R3", why
+    yield "routing_replay.kind", "R3", reports, why
     levels, first = deepstack(model), trainer.split.chunk_layers(model["num_hidden_layers"])[0][0]
     field = "virtual_pipeline" if trainer.virtual_pipeline > 1 else "pipeline_parallel"
     why = f"The first {levels} layers add features of images, and must be on the first stage: set fewer stages."

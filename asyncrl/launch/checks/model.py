@@ -9,7 +9,7 @@ from typing import Any
 from asyncrl.config import Config, TrainerConfig, on_gpu
 from asyncrl.errors import ConfigError
 from asyncrl.lookup import NOBODY, active, enabled
-from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
+from asyncrl.models.architectures import check_architecture, megatron_arguments
 from asyncrl.models.families import family_of
 from asyncrl.settings import Rule, require
 
@@ -30,7 +30,6 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
         _experts(config.trainer, experts),
         _biases(config.trainer, family, experts, gpus),
         _dispatcher(config.trainer, experts),
-        _routing(config, hf),
     ):
         require(config, rules)
     for one in active(config).values():
@@ -186,14 +185,3 @@ def _dispatcher(trainer: TrainerConfig, experts: int) -> Iterator[Rule]:
         (find_spec("deep_ep") is None, "The package deep_ep, which has its kernels, is not installed"),
     ):
         yield "trainer.token_dispatcher", wrong, f"{why}: set alltoall."
-
-
-def _routing(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
-    """Yield the rules of routing replay, which needs routers, and for R3 engines that report their routing."""
-    field, replay = "algo.routing_replay", config.algo.routing_replay
-    if replay == "none":
-        return
-    yield field, routing_shape(hf) is None, "The model has no routed experts: set none."
-    unreported = replay == "R3" and not family_of(hf).serving.reports_experts
-    name = hf["architectures"][0].removesuffix("ForCausalLM")
-    yield field, unreported, f"SGLang's {name} does not report its experts: set R2 or none."

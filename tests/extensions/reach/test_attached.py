@@ -83,7 +83,7 @@ def test_engine_that_cannot_take_or_prove_new_weights_is_refused(
     [
         ({"engine.tensor_parallel": 2}, "--tp-size 2"),
         ({"deterministic": True, "rollout.max_staleness": 0}, "--enable-deterministic-inference"),
-        ({"algo.routing_replay": "R3"}, "--enable-return-routed-experts"),
+        ({"routing_replay.kind": "R3"}, "--enable-return-routed-experts"),
         ({"trainer.lora.rank": 8, "weights.lora": "versions"}, "--enable-lora"),
     ],
 )

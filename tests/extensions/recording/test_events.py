@@ -12,7 +12,7 @@ from asyncrl.errors import RecordError
 from asyncrl.extensions.recording import events
 from asyncrl.extensions.recording.events import Committed, Event, PackedGroup, decode, packed, unpacked
 from asyncrl.rollout.events import Admitted, Taken
-from asyncrl.schema import Completion, Group, Routing, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, TokenRows, Trajectory, Turn, VersionSpan
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 engine_floats = st.floats(width=32, allow_nan=False)
@@ -30,7 +30,7 @@ def turns(draw: st.DrawFn) -> Turn:
     def numbers(of: st.SearchStrategy[float]) -> list[float]:
         return draw(st.lists(of, min_size=n, max_size=n))
 
-    routing = draw(st.none() | st.builds(Routing, st.integers(0, 9), st.just(2), st.binary(max_size=8)))
+    routing = draw(st.none() | st.builds(TokenRows, st.integers(0, 9), st.just(2), st.binary(max_size=8)))
     answer = Completion(tokens, numbers(draw(st.sampled_from([engine_floats, any_floats]))), spans, "stop", routing)
     rewards = numbers(any_floats) if draw(st.booleans()) else []
     teacher, fork = numbers(engine_floats) if draw(st.booleans()) else [], draw(st.sampled_from([None, -1]))

@@ -22,7 +22,7 @@ STAGES = {"engine.pipeline_parallel": 2, "weights.pause_mode": "drain"}
         (REPLICATED, {"engine.pipeline_parallel": 2}, "pipeline_parallel", "weights.pause_mode=abort or drain"),
         (REPLICATED, {**STAGES, "engine.pipeline_parallel": 5}, "pipeline_parallel", "only 4 layers"),
         ({**LLAMA, "tie_word_embeddings": True}, STAGES, "pipeline_parallel", "Llama"),
-        (MOE, {**STAGES, "algo.routing_replay": "R3"}, "pipeline_parallel", "cannot report routed experts"),
+        (MOE, {**STAGES, "routing_replay.kind": "R3"}, "pipeline_parallel", "cannot report routed experts"),
     ],
 )
 def test_engine_shape_that_the_model_lacks_is_refused(

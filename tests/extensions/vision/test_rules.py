@@ -24,7 +24,7 @@ TRAINED = {"vision.tower": "trained"}
     [
         ({"algo.kl.reference_path": "/other"}, "algo.kl.reference_path", "with the policy's vision tower"),
         ({**TRAINED, "trainer.lora.rank": 8}, "vision.tower", "on frozen weights"),
-        ({"algo.routing_replay": "R2", "algo.epochs": 2}, "algo.routing_replay", "no routed experts"),
+        ({"routing_replay.kind": "R2", "algo.epochs": 2}, "routing_replay.kind", "no routed experts"),
         ({"trainer.pipeline_parallel": 2}, "trainer.pipeline_parallel", "The first 3 layers add features of images"),
         ({**TRAINED, "trainer.recompute.granularity": "full"}, "trainer.recompute.granularity", "set none"),
         (TRAINED, "weights.verify", "set it to false"),
@@ -50,7 +50,7 @@ def test_vision_tower_gradients_are_not_overlapped() -> None:
 
 def test_image_routing_replays_as_trainers_recorded_it() -> None:
     sees = {**MOE, "architectures": ["Qwen3VLMoeForConditionalGeneration"], "vision_config": SEES["vision_config"]}
-    check_model(tiny_config(**{"algo.routing_replay": "R2", "algo.epochs": 2}), sees)
+    check_model(tiny_config(**{"routing_replay.kind": "R2", "algo.epochs": 2}), sees)
     with pytest.raises(ConfigError, match="each token of an image, and answers count an image once: set R2") as caught:
-        check_model(tiny_config(**{"algo.routing_replay": "R3"}), sees)
-    assert caught.value.field == "algo.routing_replay"
+        check_model(tiny_config(**{"routing_replay.kind": "R3"}), sees)
+    assert caught.value.field == "routing_replay.kind"

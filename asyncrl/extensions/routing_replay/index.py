@@ -18,8 +18,8 @@ from torch import Tensor
 
 from asyncrl.algo.pack import common_beginning
 from asyncrl.algo.samples import Sample
-from asyncrl.routing import RoutingShape, unpacked
-from asyncrl.schema import Group, Routing
+from asyncrl.extensions.routing_replay.encoding import RoutingShape, unpacked
+from asyncrl.schema import Group, TokenRows
 
 Groups = list[list[Sample]]
 
@@ -80,17 +80,19 @@ def engine_routes(
     routes = RoutingReplayIndex.empty(count, len(layers), shape)
     for group, siblings in zip(groups, samples, strict=True):
         follows = (sample for sample in siblings if sample.prompt_ids == group.prompt_ids)
-        if group.routing and (first := next(follows, None)):
-            _put(routes, first, group.routing, shape, layers)
+        if group.token_rows and (first := next(follows, None)):
+            _put(routes, first, group.token_rows, shape, layers)
         stretches = [turns for trajectory in group.trajectories for turns in trajectory.samples()]
         for turns, sample in zip(stretches, siblings, strict=True):
             for _, turn in turns:
-                if turn.completion.routing:
-                    _put(routes, sample, turn.completion.routing, shape, layers)
+                if turn.completion.token_rows:
+                    _put(routes, sample, turn.completion.token_rows, shape, layers)
     return routes
 
 
-def _put(routes: RoutingReplayIndex, sample: Sample, told: Routing, shape: RoutingShape, layers: Sequence[int]) -> None:
+def _put(
+    routes: RoutingReplayIndex, sample: Sample, told: TokenRows, shape: RoutingShape, layers: Sequence[int]
+) -> None:
     assert sample.keys is not None
     keys = sample.keys[told.start : told.end]
     fresh = ~routes.known[keys]

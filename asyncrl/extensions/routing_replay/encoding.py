@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from asyncrl.schema import Group, Routing, Trajectory, Turn
+from asyncrl.models.architectures import megatron_arguments
+from asyncrl.models.family import HF
+from asyncrl.schema import Group, TokenRows, Trajectory, Turn
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,6 +49,22 @@ class RoutingShape:
     def told(self) -> int:
         """Bytes per token as the engine reports them."""
         return self.layers * self.topk * 4
+
+
+def routing_shape(hf: HF) -> RoutingShape | None:
+    """Return the shape of a token's routing, or None for a model without experts."""
+    family = megatron_arguments(hf)
+    if not family.get("num_moe_experts"):
+        return None
+    sparse = tuple(layer for layer, has_experts in enumerate(family["moe_layer_freq"]) if has_experts)
+    return RoutingShape(hf["num_hidden_layers"], sparse, family["moe_router_topk"], family["num_moe_experts"])
+
+
+def shape_of(hf: HF) -> RoutingShape:
+    """Return the shape of a token's routing in a model that was checked: it has experts."""
+    shape = routing_shape(hf)
+    assert shape is not None, "check_model refuses models without experts"
+    return shape
 
 
 def compact(told: bytes, shape: RoutingShape) -> bytes:
@@ -85,13 +103,13 @@ def share_prompt(group: Group) -> Group:
     differ, the trainer could replay only one of them anyway, because it reads one prompt for all.
     """
     length = len(group.prompt_ids)
-    if all(turn.completion.routing is None for t in group.trajectories for turn in t.turns):
+    if all(turn.completion.token_rows is None for t in group.trajectories for turn in t.turns):
         return group
-    firsts = (t.turns[0].completion.routing for t in group.trajectories if t.turns)
+    firsts = (t.turns[0].completion.token_rows for t in group.trajectories if t.turns)
     prompt = next((r for r in firsts if r and r.start == 0 and r.end >= length), None)
-    shared = Routing(0, prompt.width, prompt.rows[: length * prompt.width]) if prompt else None
+    shared = TokenRows(0, prompt.width, prompt.rows[: length * prompt.width]) if prompt else None
     trajectories = [Trajectory(_new_rows(t, length), t.reward) for t in group.trajectories]
-    return msgspec.structs.replace(group, trajectories=trajectories, routing=shared)
+    return msgspec.structs.replace(group, trajectories=trajectories, token_rows=shared)
 
 
 def _new_rows(trajectory: Trajectory, prompt: int) -> list[Turn]:
@@ -105,8 +123,8 @@ def _new_rows(trajectory: Trajectory, prompt: int) -> list[Turn]:
         start = end = 0 if sample[0][1].begins else prompt
         for place, turn in sample:
             completion = turn.completion
-            if completion.routing:
-                cut = msgspec.structs.replace(completion, routing=completion.routing.since(start))
+            if completion.token_rows:
+                cut = msgspec.structs.replace(completion, token_rows=completion.token_rows.since(start))
                 found[place] = msgspec.structs.replace(turn, completion=cut)
             end += len(turn.observation) + len(completion.token_ids)
             start = max(start, end - 1)

@@ -6,10 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from asyncrl.models.architectures import routing_shape
-from asyncrl.routing import RoutingShape, compact, share_prompt, unpacked
-from asyncrl.schema import Completion, Group, Routing, Trajectory, Turn, VersionSpan, encode
-from tests.experts import SHAPE, kept, told
+from asyncrl.extensions.routing_replay.encoding import RoutingShape, compact, routing_shape, share_prompt, unpacked
+from asyncrl.schema import Completion, Group, TokenRows, Trajectory, Turn, VersionSpan, encode
+from tests.extensions.routing_replay.experts import SHAPE, kept, told
 
 
 @pytest.mark.parametrize(("experts", "width"), [(8, 4), (256, 4), (257, 8), (1000, 8)])
@@ -35,7 +34,7 @@ def test_rows_of_another_model_are_refused() -> None:
     assert compact(b"", SHAPE) == b""
 
 
-def turn(observation: list[int], tokens: int, routing: Routing | None) -> Turn:
+def turn(observation: list[int], tokens: int, routing: TokenRows | None) -> Turn:
     spans = [VersionSpan(0, 0, tokens)] if tokens else []
     return Turn(observation, Completion([7] * tokens, [-1.0] * tokens, spans, "stop", routing))
 
@@ -45,16 +44,16 @@ def test_siblings_share_prompt_rows_and_turns_repeat_none() -> None:
     first = [turn([], 2, kept(0, 4)), turn([5, 6], 3, kept(4, 9))]  # the last token of a turn is read in the next
     anew = [turn([], 2, kept(0, 4, sibling=1)), turn([5, 6], 3, kept(0, 9, sibling=1))]  # told from the start again
     group = share_prompt(Group("g", 0, prompt, [Trajectory(first, 0.0), Trajectory(anew, 1.0)], "t"))
-    assert group.routing == kept(0, 3)
+    assert group.token_rows == kept(0, 3)
     for number, trajectory in enumerate(group.trajectories):
-        assert [one.completion.routing for one in trajectory.turns] == [
+        assert [one.completion.token_rows for one in trajectory.turns] == [
             kept(3, 4, sibling=number),
             kept(4, 9, sibling=number),
         ]
     assert [t.reward for t in group.trajectories] == [0.0, 1.0]
     assert msgspec.msgpack.decode(encode(group), type=Group) == group
-    rows = sum(len(one.completion.routing.rows) for t in group.trajectories for one in t.turns)
-    assert rows + len(group.routing.rows) == (3 + 2 * 6) * SHAPE.width
+    rows = sum(len(one.completion.token_rows.rows) for t in group.trajectories for one in t.turns)
+    assert rows + len(group.token_rows.rows) == (3 + 2 * 6) * SHAPE.width
 
 
 def test_groups_without_experts_stay_and_siblings_borrow() -> None:
@@ -62,8 +61,8 @@ def test_groups_without_experts_stay_and_siblings_borrow() -> None:
     assert share_prompt(plain) is plain
     members = [Trajectory([turn([], 2, None)]), Trajectory([turn([], 3, kept(0, 4))])]
     group = share_prompt(Group("g", 0, [1, 2], members, "t"))
-    assert group.routing == kept(0, 2)
-    assert [t.turns[0].completion.routing for t in group.trajectories] == [None, kept(2, 4)]
+    assert group.token_rows == kept(0, 2)
+    assert [t.turns[0].completion.token_rows for t in group.trajectories] == [None, kept(2, 4)]
 
 
 def test_shapes_are_those_of_the_models() -> None:

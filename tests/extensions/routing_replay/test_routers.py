@@ -14,7 +14,8 @@ import torch  # noqa: E402
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function as route  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from asyncrl.trainer.routing import RouterReplay  # noqa: E402
+from asyncrl.extensions.routing_replay.routers import RouterReplay  # noqa: E402
+from tests.trainer.host_waits import META, OnlyOnDevice, on_device  # noqa: E402
 
 TOKENS, EXPERTS, K = 40, 8, 4
 BIAS = torch.linspace(-0.3, 0.3, EXPERTS)
@@ -96,3 +97,10 @@ def test_passes_without_gradient_are_not_compared(logits: Tensor) -> None:
     with torch.no_grad():
         route(logits, K, router_replay=choice)
     assert choice.compared.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_comparison_of_replayed_experts_never_waits() -> None:
+    choice = RouterReplay(META)
+    choice.given = on_device(TOKENS, 2, dtype=torch.int64), on_device(TOKENS, dtype=torch.bool)
+    with OnlyOnDevice():
+        choice.get_replay_topk(on_device(TOKENS, 4), 2, None, None, lambda scores, k, **_: scores.topk(k))

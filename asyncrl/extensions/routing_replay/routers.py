@@ -5,8 +5,7 @@ R2   the experts that this trainer chose in the pass over the whole batch, in th
 
 A router computes its scores and its own choice as usual; only the choice is replaced. The expert weights, their
 normalization and scaling are therefore the model's, the gradient flows through them, and load-balancing losses see the
-router's own choice. Each rank keeps the layers of its pipeline stage, for all tokens of the batch (memory:
-docs/algorithms.md).
+router's own choice. Each rank keeps the layers of its pipeline stage, for all tokens of the batch.
 """
 
 from __future__ import annotations
@@ -22,11 +21,13 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
-from asyncrl.algo.routing_replay_index import RoutingReplayIndex, engine_routes, with_keys
+from asyncrl.extension import TrainerHooks
+from asyncrl.extensions.routing_replay.encoding import RoutingShape
+from asyncrl.extensions.routing_replay.index import RoutingReplayIndex, engine_routes, with_keys
 from asyncrl.parallel import Parallel
-from asyncrl.routing import RoutingShape
 from asyncrl.schema import Group
 from asyncrl.trainer.microbatches import Groups
+from asyncrl.trainer.network import Network
 
 Kind = Literal["R2", "R3"]
 PIECE = 1 << 26
@@ -65,17 +66,20 @@ class RouterReplay:
         self.compared += torch.stack([differs.double(), overlap, known.sum().double()])
 
 
-class RoutingReplay:
-    """Routing replay for all routers of this rank."""
+class RoutingReplay(TrainerHooks):
+    """Routing replay for all routers of a network on this rank."""
 
-    def __init__(self, kind: Kind, chunks: Sequence[GPTModel], shape: RoutingShape, parallel: Parallel) -> None:
+    def __init__(self, kind: Kind, network: Network, shape: RoutingShape, parallel: Parallel) -> None:
+        """Make the routers of every later pass ask this object for their experts."""
+        self.starts = kind == "R2"
+        network.around_forward.append(self.around)
         self._kind = kind
         self._shape = shape
         self._parallel = parallel
         self._choices: dict[GPTModel, list[RouterReplay]] = {}
         self._places: dict[GPTModel, slice] = {}  # range of each chunk's layers in the routes
         self._layers: list[int] = []  # indices of this rank's routers among the layers with experts, chunk by chunk
-        for chunk in chunks:
+        for chunk in network.chunks:
             routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
             self._choices[chunk] = [RouterReplay(parallel.device) for _ in routers]
             self._places[chunk] = slice(len(self._layers), len(self._layers) + len(routers))
@@ -87,8 +91,8 @@ class RoutingReplay:
 
     # -- a batch -------------------------------------------------------------------------------------------
 
-    def begin(self, groups: Sequence[Group], samples: Groups, *, first: bool = True) -> Groups:
-        """Start a new batch, or its next part, if this is not the first. Returns its samples with the keys of their
+    def samples(self, groups: Sequence[Group], samples: Groups, *, first: bool = True) -> Groups:
+        """Start a new batch, or its next part, if this is not the first. Return its samples with the keys of their
         tokens. Raises ValueError if the engines report the experts of another model."""
         keyed, count = with_keys(samples)
         if self._kind == "R3":
@@ -100,10 +104,10 @@ class RoutingReplay:
         return keyed
 
     @contextmanager
-    def of_policy(self, *, whole_batch: bool = False) -> Iterator[None]:
+    def passes(self, *, start: bool = False) -> Iterator[None]:
         """Mark the passes inside the block as the policy's. (The reference model has other weights and chooses its own
         experts.) R2 records the experts of a pass over the whole batch, which has no gradient."""
-        self._mode = "record" if self._kind == "R2" and whole_batch else "replay"
+        self._mode = "record" if self._kind == "R2" and start else "replay"
         try:
             yield
             if self._mode == "record":
@@ -111,7 +115,7 @@ class RoutingReplay:
         finally:
             self._mode = "own"
 
-    def figures(self) -> dict[str, float]:
+    def after_update(self, version: int) -> dict[str, float]:
         """Return how far the routers' own choice differs from the replayed one, in the passes with gradient.
         Collective."""
         totals = torch.zeros(3, dtype=torch.float64, device=self._parallel.device)
@@ -124,7 +128,13 @@ class RoutingReplay:
 
     # -- a pass --------------------------------------------------------------------------------------------
 
-    def before(self, chunk: GPTModel, pack: Pack) -> Callable[[], None]:
+    @contextmanager
+    def around(self, chunk: GPTModel, pack: Pack, gradient: bool) -> Iterator[Callable[[], None]]:
+        """Yield what sets the replayed experts, and record those that are chosen inside the block."""
+        yield self._before(chunk, pack)
+        self._after(chunk, pack)
+
+    def _before(self, chunk: GPTModel, pack: Pack) -> Callable[[], None]:
         """Return what sets the replayed experts, before a chunk runs the pack and before it recomputes a part of it."""
         choices, layers = self._choices[chunk], self._places[chunk]
         given: list[tuple[Tensor, Tensor] | None] = [None for _ in choices]
@@ -139,7 +149,7 @@ class RoutingReplay:
 
         return route
 
-    def after(self, chunk: GPTModel, pack: Pack) -> None:
+    def _after(self, chunk: GPTModel, pack: Pack) -> None:
         """Record the chosen experts, after a chunk has run the pack."""
         choices = self._choices[chunk]
         if self._mode == "record" and pack.keys is not None and choices:

@@ -11,11 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algo.pack import pack
-from asyncrl.algo.routing_replay_index import RoutingReplayIndex, engine_routes, with_keys
 from asyncrl.algo.samples import Sample, build_samples
-from asyncrl.routing import RoutingShape, share_prompt
+from asyncrl.extensions.routing_replay.encoding import RoutingShape, share_prompt
+from asyncrl.extensions.routing_replay.index import RoutingReplayIndex, engine_routes, with_keys
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
-from tests.experts import SHAPE, kept, told
+from tests.extensions.routing_replay.experts import SHAPE, kept, told
 
 Groups = list[list[Sample]]
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from asyncrl import retries
 from asyncrl.engine.client import GenerationClient
-from asyncrl.engine.stream import _events
 from asyncrl.errors import EngineError
+from asyncrl.extensions.routing_replay.answers import ReportedExperts
 from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked
-from tests.experts import SHAPE, kept, told
+from tests.extensions.routing_replay.experts import SHAPE, kept, told
 from tests.fakes import FakeEngine, Reply, pieces, stream
 
 WRITTEN = list(range(100, 108))
@@ -77,7 +77,7 @@ def ask(engine: Engine, *turns: list[int], **settings: Any) -> list[Completion]:
             sequence += found[-1].token_ids
         return found
 
-    return list(asked(engine, play, **{"routing": SHAPE, "stop_token_ids": [], **settings}))
+    return list(asked(engine, play, **{"hooks": [ReportedExperts(SHAPE)], "stop_token_ids": [], **settings}))
 
 
 @given(st.lists(st.tuples(st.sampled_from(CUTS), st.integers(0, 5)), max_size=5), st.integers(1, len(WRITTEN)))
@@ -87,14 +87,14 @@ def test_every_token_but_the_last_has_its_experts(cuts, limit) -> None:
     (answer,) = ask(engine, max_new_tokens=limit, retry_timeout=5.0)
     assert answer.token_ids == WRITTEN[:limit]
     read = len(PROMPT) + limit - 1
-    assert answer.routing.start == 0
-    assert answer.routing.end <= read
-    assert answer.routing == kept(0, answer.routing.end)
+    assert answer.token_rows.start == 0
+    assert answer.token_rows.end <= read
+    assert answer.token_rows == kept(0, answer.token_rows.end)
     ended = (
         len(engine.requests[-1]["input_ids"]) - len(PROMPT) + engine.requests[-1]["sampling_params"]["max_new_tokens"]
     )  # a stream that broke after its last token is not asked anew for their sake
     if not (len(engine.requests) <= len(cuts) and ended == limit):
-        assert answer.routing.end == read
+        assert answer.token_rows.end == read
     for request in engine.requests:
         assert request["routed_experts_start_len"] < len(request["input_ids"])
 
@@ -103,7 +103,10 @@ def test_a_later_turn_asks_only_for_what_it_adds() -> None:
     engine = Engine()
     first, second = ask(engine, [1, 2, 3], max_new_tokens=2)
     assert [request["routed_experts_start_len"] for request in engine.requests] == [0, 4]
-    assert (first.routing, second.routing) == (kept(0, 4), kept(4, 9))  # from the last token of the first answer on
+    assert (first.token_rows, second.token_rows) == (
+        kept(0, 4),
+        kept(4, 9),
+    )  # from the last token of the first answer on
 
 
 def test_a_conversation_that_was_changed_is_told_from_its_start() -> None:
@@ -112,7 +115,7 @@ def test_a_conversation_that_was_changed_is_told_from_its_start() -> None:
         await session(PROMPT)
         return await session([*PROMPT, 5])
 
-    assert asked(Engine(), play, routing=SHAPE, max_new_tokens=2).routing == kept(0, 5)
+    assert asked(Engine(), play, hooks=[ReportedExperts(SHAPE)], max_new_tokens=2).token_rows == kept(0, 5)
 
 
 def test_siblings_have_their_experts_and_evaluation_none() -> None:
@@ -123,9 +126,9 @@ def test_siblings_have_their_experts_and_evaluation_none() -> None:
         found = await asyncio.gather(*[session(PROMPT) for session in sessions])
         return [*found, await client.generate(0.0, purpose="evaluation")(PROMPT)]
 
-    *siblings, judged = asked(engine, play, routing=SHAPE, max_new_tokens=3)
-    assert [one.routing for one in siblings] == [kept(0, 5)] * 2
-    assert judged.routing is None
+    *siblings, judged = asked(engine, play, hooks=[ReportedExperts(SHAPE)], max_new_tokens=3)
+    assert [one.token_rows for one in siblings] == [kept(0, 5)] * 2
+    assert judged.token_rows is None
     assert [request.keys() >= TOLD for request in engine.requests] == [True, False]
 
 
@@ -142,13 +145,3 @@ def test_engine_that_does_not_tell_experts_is_an_error(fault: str) -> None:
     change, reason = FAULTS[fault]
     with pytest.raises(EngineError, match=reason):
         ask(Engine(change=change), max_new_tokens=2)
-
-
-@given(st.lists(st.binary(max_size=5).map(lambda x: x.replace(b"\n", b"\r")), max_size=6), st.randoms())
-def test_events_are_whole_wherever_the_stream_was_split(events: list[bytes], draw: Any) -> None:
-    data, waiting, found = b"".join(event + b"\n\n" for event in events) + b"rest", bytearray(), []
-    while data:
-        size = draw.randint(1, 7)
-        found += list(_events(waiting, data[:size]))
-        data = data[size:]
-    assert (found, bytes(waiting)) == (events, b"rest")

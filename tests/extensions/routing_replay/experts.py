@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncrl.routing import RoutingShape, compact
-from asyncrl.schema import Routing
+from asyncrl.extensions.routing_replay.encoding import RoutingShape, compact
+from asyncrl.schema import TokenRows
 
 SHAPE = RoutingShape(layers=4, sparse=(1, 3), topk=2, experts=8)
 
@@ -19,5 +19,5 @@ def told(start: int, end: int, shape: RoutingShape = SHAPE, sibling: int = 0) ->
     return rows
 
 
-def kept(start: int, end: int, shape: RoutingShape = SHAPE, sibling: int = 0) -> Routing:
-    return Routing(start, shape.width, compact(told(start, end, shape, sibling).tobytes(), shape))
+def kept(start: int, end: int, shape: RoutingShape = SHAPE, sibling: int = 0) -> TokenRows:
+    return TokenRows(start, shape.width, compact(told(start, end, shape, sibling).tobytes(), shape))
