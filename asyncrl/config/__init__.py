@@ -186,7 +186,7 @@ class Config(Section):
     @property
     def sends_files(self) -> bool:
         """Return whether versions travel as files in weights.folder."""
-        return self.weights.transport == "disk" or bool(self.transport and self.transport.by_file)
+        return bool(self.transport and self.transport.by_file)
 
     @property
     def weight_loader(self) -> str | None:

@@ -53,7 +53,7 @@ class CheckpointConfig(Section):
     """Timeout for writing one checkpoint in the background, in seconds."""
 
 
-TRANSPORTS = ("auto", "tensor", "distributed", "disk")
+TRANSPORTS = ("auto", "tensor", "distributed")
 """Values of weights.transport, beside those of extensions."""
 
 
@@ -89,8 +89,8 @@ class WeightsConfig(Section):
     verify_every: Count | None
     """Also compare the checksums every this many versions; unset: only in those two cases."""
     folder: str | None
-    """Folder that disk and lora=versions write to, on a file system that all engines see; unset: weights/ in the run
-    folder."""
+    """Folder that transports by file and lora=versions write to, on a file system that all engines see; unset: weights/
+    in the run folder."""
     timeout: Positive
     """Timeout of any single call of a publish, in seconds. An engine that does not answer for this long between
     publishes is considered hung: it is killed and treated as dead."""

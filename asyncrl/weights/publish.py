@@ -9,12 +9,12 @@ trainer/publishers.py builds the chain of a run. A publisher that sends all weig
 
     meet       every rank learns which engines there are
     fill       the stage's first rank copies its HF tensors into buckets while the engines still generate
-               (staging=full: into all of them; disk writes them to files)
+               (staging=full: into all of them; some transports write files)
     hold       the rollout side holds back new requests
     update     pause -> begin -> send -> end -> verify, when due -> version -> continue   (engine/update.py)
     announce   the rollout side opens admission for the next cohort
 
-The first two are `stage`, the others `complete`. With staging=full, and with disk, only `stage` needs the trainer's
+The first two are `stage`, the others `complete`. With staging=full, and with files, only `stage` needs the trainer's
 weights, so that the next batch can be trained beside `complete` (weights.overlap, Background). Its collectives then
 have a process group of their own, because those of a training step must not come between them.
 

@@ -1,10 +1,9 @@
-"""Transports of a bucket's bytes to the engines: one small protocol, three implementations, and those of extensions;
+"""Transports of a bucket's bytes to the engines: one small protocol, two implementations, and those of extensions;
 choice.py picks one.
 
 tensor       one host: engines read the bucket in place, from shared memory (CPU) or through CUDA IPC; HTTP carries the
              handle
 distributed  any host: HTTP carries names, dtypes and shapes; one gloo or NCCL broadcast carries the bytes
-disk         a shared file system: safetensors files, written while the engines still generate
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from asyncrl.config import Config
 from asyncrl.engine.fleet import Fleet
 from asyncrl.user_code import load
 from asyncrl.weights.choice import choose
-from asyncrl.weights.disk import DiskTransport
 from asyncrl.weights.distributed import DistributedTransport
 from asyncrl.weights.transport import TensorTransport, Transport
 
@@ -27,8 +26,6 @@ def build_transport(
     name, reason = choose(config.weights.transport, list(fleet.urls), host_of_all, gpu=gpu, shared=shared)
     if name == "tensor":
         return TensorTransport(fleet, ranks), f"tensor ({reason})"
-    if name == "disk":
-        return DiskTransport(fleet, folder, stage), f"disk in {folder} ({reason})"
     if offered := config.transport:
         kind = load(offered.path, "weights.transport")
         transport = kind(fleet=fleet, folder=folder, stage=stage, ranks=ranks, host=host, gpu=gpu)

@@ -35,7 +35,6 @@ def test_settings_without_room_for_an_overlap_are_refused(changes: dict[str, Any
     [
         {"trainer.batch_parts": 2, "rollout.batch_groups": 4},
         {"weights.pause_mode": "drain"},
-        {"weights.transport": "disk"},
         {"rollout.max_staleness": 1},
         {"rollout.over_age": "drop"},
         {**GIVEN, "deterministic": True},

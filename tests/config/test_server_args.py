@@ -25,7 +25,6 @@ CACHED = {"engine.hicache": 64, "rollout.cache_key": "version"}
 @pytest.mark.parametrize(
     ("base", "field", "value", "words"),
     [
-        (EAGLE, "weights.transport", "disk", "set auto, tensor or distributed"),
         (CACHED, "rollout.cache_key", "group", "caches of old weights"),
         (CACHED, ARGS, {"hicache_storage_backend": "file"}, "beyond their weights"),
         ({}, ARGS, {"disaggregation_mode": "prefill"}, "both prefills and decodes"),

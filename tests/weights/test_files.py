@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets
-from asyncrl.weights.disk import claim, publish_folder
-from asyncrl.weights.folder import DTYPES, write_stream
+from asyncrl.weights.folder import DTYPES, claim, publish_folder, write_stream
 from asyncrl.weights.layouts import Pieces
 
 

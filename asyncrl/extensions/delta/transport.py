@@ -23,8 +23,8 @@ from torch import Tensor
 
 from asyncrl.engine.fleet import Fleet
 from asyncrl.extensions.delta.extension import Delta
+from asyncrl.extensions.files.transport import DiskTransport
 from asyncrl.weights.bucket import Bucket, plan_buckets, views
-from asyncrl.weights.disk import DiskTransport
 from asyncrl.weights.folder import write_stream
 from asyncrl.weights.names import unit_of
 

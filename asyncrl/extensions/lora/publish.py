@@ -48,8 +48,8 @@ from asyncrl.extensions.lora.weights import AdapterWeights
 from asyncrl.parallel import Parallel, from_first
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets, views
 from asyncrl.weights.choice import choose
-from asyncrl.weights.disk import claim
 from asyncrl.weights.export import gathered
+from asyncrl.weights.folder import claim
 from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.publish import Staged, StagedPublisher, VersionPublisher, verifies
 from asyncrl.weights.transport import handle, shared_memory

@@ -26,7 +26,7 @@ JOURNALED = 14
 """Bytes per token in a batch that is kept for trainers that die, and in the state of the rollout process
 (rollout/journal.py)."""
 PUBLISHED = 3
-"""Versions of the weights on disk at a time if they travel as files, with the one being written (weights/disk.py)."""
+"""Versions of the weights on disk at a time if they travel as files, with the one being written."""
 FREE_UP = "Free some space, or choose a folder on a larger file system."
 
 

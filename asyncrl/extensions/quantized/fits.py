@@ -31,8 +31,10 @@ def settings(own: QuantizedSettings, config: Config) -> Iterator[ConfigError]:
     if not own.holds_codes:
         return
     instead = f"{FIELD}={kind}_simulated"
-    if config.transport:
-        remedy = f"Transports of extensions were not tried with codes of 8 bits: set auto or disk, or {instead}."
+    if config.weight_loader:
+        remedy = (
+            f"Transports with loaders of their own were not tried with codes of 8 bits: set auto or disk, or {instead}."
+        )
         yield ConfigError("weights.transport", config.weights.transport, remedy)
     if engine.dtype not in ("auto", "bfloat16"):
         remedy = f"SGLang multiplies quantized weights in bfloat16: set bfloat16, or {instead}."

@@ -17,11 +17,11 @@ from torch import Tensor
 from asyncrl.engine.fleet import Fleet
 from asyncrl.errors import DeadlineExceeded, EngineError
 from asyncrl.extensions.colocated.hand_over import HandOver
+from asyncrl.extensions.files.transport import DiskTransport
 from asyncrl.models import catalog
 from asyncrl.network.addresses import TRAINING, Access
 from asyncrl.parallel import EngineParallel, Parallel
 from asyncrl.weights.checksum import ExpectedChecksums
-from asyncrl.weights.disk import DiskTransport
 from asyncrl.weights.publish import Outgoing, Publisher
 from tests.engine.scrambling import ScramblingEngine
 from tests.fakes import tiny_config

@@ -1,50 +1,21 @@
-"""Disk transport: safetensors files on a shared file system, written while the engines still generate; and the folder
-for them."""
+"""Disk transport: safetensors files on a shared file system, written while the engines still generate."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
-import stat
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from asyncrl.engine.fleet import Fleet
-from asyncrl.errors import WeightsError
 from asyncrl.weights.bucket import Bucket, views
-from asyncrl.weights.folder import write_stream
+from asyncrl.weights.folder import claim, write_stream
 from asyncrl.weights.transport import Transport
 
 KEPT = 2
 """Number of versions that stay on disk: the engines keep the path of the last one."""
-
-
-def publish_folder(shared: str | None, run_dir: Path) -> Path:
-    """Return a folder that belongs to this run alone, because several runs may share `weights.folder`. Its name there
-    follows from the path of the run folder, so that a resumed run finds it again."""
-    if not shared:
-        return run_dir / "weights"
-    digest = hashlib.sha256(os.fsencode(run_dir.absolute())).hexdigest()[:12]
-    return Path(shared).expanduser() / "-".join(filter(None, (run_dir.parent.name, run_dir.name, digest)))
-
-
-def claim(folder: Path) -> None:
-    """Create a private folder, or check that it belongs to this user. Raises WeightsError if it does not: its owner
-    could exchange the files before the engines load them."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found, owner = folder.lstat(), None
-    if stat.S_ISDIR(found.st_mode):
-        with suppress(PermissionError), tempfile.TemporaryFile(dir=folder) as own:
-            owner = os.fstat(own.fileno()).st_uid  # not our number where the file system maps users
-    if owner != found.st_uid:
-        raise WeightsError(f"{folder} belongs to another user, or is a link: remove it, or set another weights.folder")
 
 
 class DiskTransport(Transport):
@@ -56,9 +27,9 @@ class DiskTransport(Transport):
     ahead = True
     session = False
 
-    def __init__(self, fleet: Fleet, root: Path, stage: int) -> None:
+    def __init__(self, fleet: Fleet, folder: Path, stage: int, **_: object) -> None:
         self._fleet = fleet
-        self._root = root
+        self._root = folder
         self._stage = stage
         self._version = 0
         self._written = 0

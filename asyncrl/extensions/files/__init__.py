@@ -1,0 +1,1 @@
+"""Transport of new weights as files of a shared file system: weights.transport=disk."""
