@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from torch.distributed.checkpoint.state_dict_loader import load as load_chunks
 
 from asyncrl.checkpoints.torch_dist import read_metadata
 from asyncrl.config import load
-from asyncrl.launch.main import CONF
-from tests.fakes import changed, reusing
+from tests.fakes import changed, compose_values, reusing
 from tests.integration.ranks import run_ranks
-from tests.integration.updates import Outcome, outcome
+from tests.integration.updates import Outcome, weights
 
+VERSION = 2
+"""The updates before the checkpoint of a link."""
 ALGO = {
     "llama-tied": {"advantage": "gae"},  # a critic, and groups that come again
     "qwen3-moe": {},
@@ -50,8 +49,7 @@ def launch(
     roles: dict[str, Any] | None = None,
 ) -> Outcome:
     """Run link `number` of a model's chain."""
-    with initialize_config_dir(str(CONF), version_base=None):
-        raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny", "checkpoint.every=1"]), resolve=True)
+    raw = compose_values("experiment=tiny", "checkpoint.every=1")
     optimizer = {"eps": 1e-3, "schedule": "cosine", "warmup_steps": 2, **trainer.get("optimizer", {})}
     raw["trainer"].update({**trainer, "optimizer": {**raw["trainer"]["optimizer"], **optimizer}})
     raw["trainer"]["lora"].update(lora or {})
@@ -60,6 +58,6 @@ def launch(
     changed(raw, reusing(groups=2) if model == "llama-tied" and not lora else {})
     config = load(raw)
     (folder / model / "config.json").write_text(config.model_dump_json())
-    name, source = f"{chain}-{number}", f"{chain}-{number - 1}" if number else "-"
-    run_ranks("rank_checkpoint.py", name, source, str(folder / model), world=config.trainer.world_size)
-    return outcome(folder / model, name)
+    name, source = f"{chain}-{number}", f"{chain}-{number - 1}" if number else None
+    figures = run_ranks("recovery:continued", name, source, folder / model, world=config.trainer.world_size)[0]
+    return figures, weights(folder / model, name)

@@ -10,15 +10,13 @@ from shutil import copytree
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.algo.samples import Sample
-from asyncrl.launch.main import CONF
 from asyncrl.models.families import choosing_biases, known_families, of_type
 from asyncrl.models.tiny import write_random_model
+from tests.fakes import compose_values
 from tests.integration.ranks import run_ranks
 
 LLAMA3_ROPE = {
@@ -163,12 +161,10 @@ def as_published(gemma: Path) -> None:
 def launch(folder: Path, layout: str, further: dict[str, Any]) -> None:
     """Run all models of a layout, with further settings of the trainer."""
     settings, models = LAYOUTS[layout]
-    with initialize_config_dir(str(CONF), version_base=None):
-        config: Any = OmegaConf.to_container(compose("train", ["experiment=tiny"]), resolve=True)
-    trainer = {**config["trainer"], **settings, **further}
+    trainer = {**compose_values("experiment=tiny")["trainer"], **settings, **further}
     (folder / f"{layout}.json").write_text(json.dumps({"trainer": trainer, "models": models}))
     ranks = trainer["tensor_parallel"] * trainer["pipeline_parallel"] * trainer["data_parallel"]
-    run_ranks("rank_families.py", str(folder), layout, world=ranks)
+    run_ranks("passes:families", folder, layout, world=ranks)
 
 
 def unscale_windows(model: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from torch import Tensor
+
 from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.masks import MASKS
@@ -90,6 +92,14 @@ def runs(layout: str, algorithm: str) -> bool:
     if layout.endswith("parts"):
         return not {"epochs", "mini_batches"} & settings.keys()
     return layout != "shuffled" or algorithm not in DEPENDS_ON_ORDER
+
+
+def joined(ranks: list[dict[str, tuple[Any, dict[str, Tensor]]]]) -> dict[str, tuple[Any, dict[str, Tensor]]]:
+    """Return the figures of the first rank, and the gradients of all pipeline stages, by layout."""
+    return {
+        layout: (figures, {key: one for rank in ranks for key, one in rank[layout][1].items()})
+        for layout, (figures, _) in ranks[0].items()
+    }
 
 
 def groups(shuffled: bool) -> list[Group]:

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from asyncrl.checkpoints import manifest
@@ -25,10 +23,9 @@ from asyncrl.config import load
 from asyncrl.extensions.convert.cli import main
 from asyncrl.extensions.lora.peft_config import adapter_folders
 from asyncrl.extensions.lora.weights import adapter_of
-from asyncrl.launch.main import CONF
 from asyncrl.weights.folder import HFFolder
-from tests.integration.checkpoints import ALGO, launch, written
-from tests.integration.rank_checkpoint import VERSION
+from tests.fakes import compose_values
+from tests.integration.checkpoints import ALGO, VERSION, launch, written
 from tests.integration.ranks import run_ranks
 from tests.integration.updates import LAYOUTS, Outcome, write_models
 from tests.weights.models import tensors
@@ -205,8 +202,7 @@ def test_disk_that_is_full_costs_a_checkpoint_and_nothing_else(folder: Path) -> 
 
     Earlier checkpoints stay complete, and the next is written.
     """
-    with initialize_config_dir(str(CONF), version_base=None):
-        raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny", "checkpoint.every=1"]), resolve=True)
+    raw = compose_values("experiment=tiny", "checkpoint.every=1")
     raw["trainer"].update(LAYOUTS["dp2"])
     (folder / "llama-tied" / "config.json").write_text(load(raw).model_dump_json())
-    run_ranks("rank_full_disk.py", str(folder / "llama-tied"), world=2)
+    run_ranks("recovery:full_disk", folder / "llama-tied", world=2)

@@ -5,7 +5,6 @@ One launch per number of ranks covers all layouts and models.
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,17 +69,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dtype: Any = "float32" if name == "qwen3" else "bfloat16"
         write_random_model(made / name / "hf", arch, vocab=97, tied=tied, seed=2, dtype=dtype, fields=fields, **sizes)
         assert main(["to-megatron", str(made / name / "hf"), str(made / name / "megatron")]) == 0
-    (made / "config.json").write_text(tiny_config().model_dump_json())
-    (made / "cases.json").write_text(json.dumps(CASES))
     return made
 
 
 @cache
 def found(folder: Path, ranks: int) -> list[dict[str, Any]]:
     """Return the findings of each rank."""
-    run_ranks("rank_convert.py", str(folder), world=ranks)
-    of_ranks: list[dict[str, Any]] = json.loads((folder / f"found-{ranks}.json").read_text())
-    return of_ranks
+    return run_ranks("convert:saved_again", folder, tiny_config().trainer, CASES[ranks], world=ranks)
 
 
 @pytest.mark.parametrize(("ranks", "layout", "name"), LOADS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from functools import cache
@@ -86,9 +85,9 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[st
         for case, changes in CASES.items():
             config = tiny_config(**(PURE | LAYOUTS[layout] | changes))
             (folder / f"config-{layout}-{case}.json").write_text(config.model_dump_json())
-        run_ranks("rank_distill.py", layout, str(folder), world=2 if layout == "tp2" else 1)
-        read: dict[str, dict[str, float]] = json.loads((folder / f"figures-{layout}.json").read_text())
-        return read
+        ranks: list[dict[str, dict[str, float]]]
+        ranks = run_ranks("distill:every_case", folder, layout, world=2 if layout == "tp2" else 1)
+        return ranks[0]
 
     return found
 

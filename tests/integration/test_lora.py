@@ -151,7 +151,7 @@ def logprobs(model: Any) -> Tensor:
 
 @cache
 def expected(folder: Path, name: str) -> dict[str, Tensor]:
-    """Return what PEFT computes, by the names of rank_lora.py."""
+    """Return what PEFT computes, by the names of ranks/lora.py."""
     model = peft_model(folder / name)
     own = parameters(model)
     with torch.no_grad():
@@ -192,7 +192,7 @@ def megatron(folder: Path) -> Any:
         of = changed(trainer(), settings)
         targets = {name: TARGETS.get(name, "all") for name in models}
         (folder / f"{layout}.json").write_text(json.dumps({"trainer": of, "models": targets}))
-        run_ranks("rank_lora.py", str(folder), layout, world=WORLD.get(layout, 2))
+        run_ranks("lora:compared", folder, layout, world=WORLD.get(layout, 2))
 
     return run
 
@@ -258,7 +258,7 @@ def test_base_is_the_reference_and_stays_untouched(layout: str, model: str, tmp_
     algo = {"algo.advantage": "gae", "algo.kl.measure_every": 1, "algo.kl.coefficient": 0.1}
     reset = {**reusing(reset_every=2, reset_share=0.5), "trainer.lora.rank": RANK, "trainer.lora.dropout": 0.2}
     config = prepare(tmp_path, model, layout, {}, {**algo, **reset, "trainer.optimizer.lr": 1e-2})
-    run_ranks("rank_adapted.py", str(tmp_path), world=config.trainer.world_size)
+    run_ranks("adapted:base_as_reference", tmp_path, world=config.trainer.world_size)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])

@@ -3,23 +3,18 @@ micro-batches, their order, packing, and data, tensor, sequence and pipeline par
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
-from safetensors.torch import load_file
-from torch import Tensor
 
 from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.masks import MASKS
-from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
-from tests.integration.losses import ALGORITHMS, BOUNDS, LAYOUTS, VOCAB, runs
+from tests.fakes import tiny_config
+from tests.integration.losses import ALGORITHMS, BOUNDS, LAYOUTS, VOCAB, joined, runs
 from tests.integration.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
@@ -43,23 +38,13 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("losses")
     sizes = {"vocab": VOCAB, "hidden": 16, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate": 24}
     write_random_model(folder / "model", "qwen3", **sizes, tied=True, seed=4, dtype="float32", spread=0.15)
-    with initialize_config_dir(str(CONF), version_base=None):
-        raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny"]), resolve=True)
-    raw["rollout"]["temperature"] = 0.8
-    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "config.json").write_text(tiny_config(**{"rollout.temperature": 0.8}).model_dump_json())
 
     @cache
-    def launch(ranks: int) -> None:
-        run_ranks("rank_losses.py", str(folder), world=ranks)
+    def launch(ranks: int) -> Any:
+        return joined(run_ranks("updates:every_loss", folder, world=ranks))
 
-    @cache
-    def run(layout: str) -> tuple[dict[str, dict[str, float]], dict[str, Tensor]]:
-        launch(next(ranks for ranks, layouts in LAYOUTS.items() if layout in layouts))
-        stages = [load_file(file) for file in folder.glob(f"{layout}-?.safetensors")]
-        gradients = {key: tensor for stage in stages for key, tensor in stage.items()}
-        return json.loads((folder / f"{layout}.json").read_text()), gradients
-
-    return run
+    return lambda layout: launch(next(ranks for ranks, layouts in LAYOUTS.items() if layout in layouts))[layout]
 
 
 def test_every_loss_and_correction_has_a_case() -> None:

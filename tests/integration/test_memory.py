@@ -84,14 +84,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_rank_holds_what_the_planner_says(case: str, tmp_path: Path) -> None:
     arch, changes = CASES[case]
     trainer = tiny_config(**{"trainer.dtype": "bfloat16", **changes}).trainer
-    (tmp_path / "trainer.json").write_text(trainer.model_dump_json())
     sizes = {"vocab": VOCAB, "hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 512}
     model = tmp_path / "model"
     write_random_model(model, arch, **sizes, tied=False, seed=0, dtype=trainer.dtype, max_positions=2048)
     (model / "tokenizer.json").write_text("{}")
-    run_ranks("rank_memory.py", str(tmp_path), str(ROWS), str(VOCAB), world=trainer.world_size)
-    told = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("told-*.json"))]
-    assert len(told) == trainer.world_size
+    told = run_ranks("memory:held", trainer, model, ROWS, VOCAB, world=trainer.world_size)
 
     shape = shape_of(json.loads((model / "config.json").read_text()))
     weights = counted(read_model(model, "model.path").weights.items(), shape)

@@ -5,7 +5,6 @@ The device is a CPU, whose storages are moved like those of a GPU (DeviceMemory'
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,7 @@ def test_quantized_base_leaves_the_device_and_returns(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 128}
     write_random_model(tmp_path / "model", "llama", vocab=VOCAB, tied=True, seed=1, dtype="bfloat16", **sizes)
     config = tiny_config(**{"trainer.dtype": "bfloat16", "trainer.lora.rank": 4, "trainer.lora.base": "nf4"})
-    (tmp_path / "trainer.json").write_text(config.trainer.model_dump_json())
-    run_ranks("rank_offload.py", str(tmp_path), world=1)
-    found = json.loads((tmp_path / "found-0.json").read_text())
+    (found,) = run_ranks("offload:moved", config.trainer, tmp_path / "model", world=1)
     assert found["restored"]
     for update in found["updates"]:
         assert update["published"]

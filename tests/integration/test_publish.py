@@ -23,8 +23,8 @@ def test_stages_send_at_once_or_fill_before_their_turn(order: str, when: str, tm
     """Two stages of two ranks, whose gathers all of a stage's ranks must enter together; alone, or beside the
     collectives of training, which changes the weights."""
     write_random_model(tmp_path / "model", "llama", **SIZES, tied=False, seed=0, dtype="bfloat16")  # type: ignore[arg-type]
-    (tmp_path / "config.json").write_text(tiny_config(**{"trainer.dtype": "bfloat16"}).model_dump_json())
-    run_ranks("rank_publish.py", str(tmp_path), order, when, world=4)
+    trainer = tiny_config(**{"trainer.dtype": "bfloat16"}).trainer
+    run_ranks("weights:published", tmp_path, trainer, order, when, world=4)
 
 
 FAILING = """

@@ -48,9 +48,7 @@ def test_a_quantized_base_computes_as_the_dequantized_model(layout: str, tmp_pat
             tmp_path / name, name, **sizes, **MODELS[name], tied=False, seed=seed, dtype="bfloat16", max_positions=64
         )
         (tmp_path / name / "tokenizer.json").write_text("{}")
-    (tmp_path / f"{layout}.json").write_text(json.dumps({"trainer": trainer.model_dump(), "models": models}))
-    run_ranks("rank_quantized.py", str(tmp_path), layout, world=trainer.world_size)
-    told = [json.loads(file.read_text()) for file in sorted(tmp_path.glob(f"{layout}-?.told"))]
+    told = run_ranks("quantized:compared", tmp_path, layout, trainer, models, world=trainer.world_size)
     adapters = adapters_of(trainer.lora)
     assert adapters is not None
     for name in models:

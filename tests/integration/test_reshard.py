@@ -6,7 +6,6 @@ test_families.py (logits) and test_trainer.py (updates) check that the layouts a
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -116,17 +115,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, (name, model) in enumerate((MODELS | THREE_LAYERS).items()):
         defaults = {"tied": False, "dtype": "bfloat16", "seed": seed}
         write_random_model(made / name, **{**sizes, **defaults, **model})
-    (made / "config.json").write_text(tiny_config(**{"trainer.dtype": "bfloat16"}).model_dump_json())
-    (made / "cases.json").write_text(json.dumps(CASES))
     return made
 
 
 @cache
 def launched(folder: Path, ranks: int) -> list[dict[str, Any]]:
     """Return the findings of each rank in each case."""
-    run_ranks("rank_reshard.py", str(folder), world=ranks, timeout=400)
-    found: list[dict[str, Any]] = json.loads((folder / f"found-{ranks}.json").read_text())
-    return found
+    trainer = tiny_config(**{"trainer.dtype": "bfloat16"}).trainer
+    return run_ranks("weights:exported", folder, trainer, CASES[ranks], world=ranks, timeout=400)
 
 
 def hf_names(folder: Path) -> list[str]:

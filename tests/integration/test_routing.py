@@ -59,7 +59,7 @@ def write_model(folder: Path, **more: Any) -> RoutingShape:
 
 
 def train(folder: Path, name: str, groups: list[Group], **settings: Any) -> dict[str, Any]:
-    """Run tests/integration/rank_routing.py on the groups, and return its report."""
+    """Train the groups on real ranks (ranks/routing.py), and return the report of the first."""
     with initialize_config_dir(str(CONF), version_base=None):
         raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny"]), resolve=True)
     raw["trainer"].update(settings)
@@ -68,8 +68,8 @@ def train(folder: Path, name: str, groups: list[Group], **settings: Any) -> dict
     check_model(config, flat(json.loads((folder / "model" / "config.json").read_text())))
     (folder / "config.json").write_text(config.model_dump_json())
     (folder / "groups.msgpack").write_bytes(msgspec.msgpack.encode(groups))
-    run_ranks("rank_routing.py", name, str(folder), world=config.trainer.world_size)
-    return dict(json.loads((folder / f"{name}.json").read_text()))
+    ranks: list[dict[str, Any]] = run_ranks("routing:replayed", folder, name, world=config.trainer.world_size)
+    return ranks[0]
 
 
 # --- layouts ------------------------------------------------------------------------------------------------

@@ -15,13 +15,18 @@ from torch import Tensor
 
 from asyncrl.models.tiny import write
 from tests.fakes import changed, compose_values
-from tests.integration.rank_sft import LAYOUTS
+from tests.integration.losses import joined
 from tests.integration.ranks import run_ranks
 from tests.integration.running import evidence, finish, lines, run, start, wait_for_step
 
 pytestmark = pytest.mark.integration
 
 CLOSE = 2e-6  # transformers computes norms, rotations and the loss in float32, whatever the dtype of the model
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"single": {}, "unshared": {"share_prompts": False}, "parts": {"batch_parts": 2, "micro_batch_tokens": 48}},
+    2: {"tp2": {"tensor_parallel": 2}, "pp2": {"pipeline_parallel": 2}, "dp2": {"data_parallel": 2}},
+}
+"""Layouts as settings of the trainer, by number of processes."""
 BATCH, HELD, ROWS, STEPS = 6, 4, 22, 12
 """Two epochs of 18 rows are six steps; the run makes twelve, of four epochs."""
 
@@ -67,16 +72,10 @@ def outcome(folder: Path) -> Any:
     """Return figures and gradients of a layout, with one launch per number of processes."""
 
     @cache
-    def launch(ranks: int) -> None:
-        run_ranks("rank_sft.py", str(folder), world=ranks)
+    def launch(ranks: int) -> Any:
+        return joined(run_ranks("sft:one_batch", folder, LAYOUTS, world=ranks))
 
-    def run(layout: str) -> tuple[dict[str, float], dict[str, Tensor]]:
-        launch(next(ranks for ranks, layouts in LAYOUTS.items() if layout in layouts))
-        stages = [load_file(file) for file in folder.glob(f"{layout}-?.safetensors")]
-        gradients = {key: tensor for stage in stages for key, tensor in stage.items()}
-        return json.loads((folder / f"{layout}.json").read_text()), gradients
-
-    return run
+    return lambda layout: launch(next(ranks for ranks, layouts in LAYOUTS.items() if layout in layouts))[layout]
 
 
 @cache

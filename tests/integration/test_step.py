@@ -2,54 +2,54 @@
 
 from __future__ import annotations
 
-import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
-from safetensors.torch import load_file
 
-from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
+from tests.fakes import tiny_config
 from tests.integration.ranks import run_ranks
 from tests.integration.updates import TIED, VOCAB, drawn_samples, token_weights
 
 pytestmark = pytest.mark.integration
 
 CLIP = 0.001
+TRAINER = tiny_config(**{"trainer.optimizer.clip_grad": CLIP, "trainer.optimizer.lr": 1e-3}).trainer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the models, and train them with Megatron."""
+    """Write the models."""
     made = tmp_path_factory.mktemp("step")
     sizes: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
     for name, tied in TIED.items():
         write_random_model(made / name, "llama", vocab=VOCAB, tied=tied, seed=1, dtype="float32", **sizes)
-    with initialize_config_dir(str(CONF), version_base=None):
-        overrides = ["experiment=tiny", f"trainer.optimizer.clip_grad={CLIP}", "trainer.optimizer.lr=1e-3"]
-        raw: Any = OmegaConf.to_container(compose("train", overrides), resolve=True)
-    (made / "trainer.json").write_text(json.dumps(raw["trainer"]))
-    run_ranks("rank_step.py", str(made), world=1)
     return made
+
+
+@cache
+def trained(folder: Path) -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Return gradient norms and weights of Megatron by model."""
+    models = [folder / name for name in TIED]
+    return dict(zip(TIED, run_ranks("updates:clipped", TRAINER, models, world=1)[0], strict=True))
 
 
 @pytest.mark.parametrize("name", TIED)
 def test_clipped_updates_are_those_of_transformers_and_torch(folder: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    found = load_file(folder / f"{name}.safetensors")
-    settings = json.loads((folder / "trainer.json").read_text())["optimizer"]
+    found_norms, found = trained(folder)[name]
+    settings = TRAINER.optimizer
     model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
     adamw = torch.optim.AdamW(
         model.parameters(),
-        lr=settings["lr"],
-        betas=(settings["beta1"], settings["beta2"]),
-        eps=settings["eps"],
-        weight_decay=settings["weight_decay"],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
     )
     norms = []
     for _ in range(3):
@@ -61,7 +61,7 @@ def test_clipped_updates_are_those_of_transformers_and_torch(folder: Path, name:
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).detach()))
         adamw.step()
     assert min(norms) > 10 * CLIP
-    torch.testing.assert_close(found.pop("norms"), torch.tensor(norms), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found_norms, torch.tensor(norms), rtol=1e-5, atol=0)
     expected = dict(model.named_parameters())
     for key, tensor in found.items():
         torch.testing.assert_close(tensor, expected[key].detach(), rtol=0, atol=2e-5, msg=key)

@@ -14,18 +14,15 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import load
-from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
-from tests.integration.checkpoints import written
-from tests.integration.rank_checkpoint import VERSION
+from tests.fakes import compose_values
+from tests.integration.checkpoints import VERSION, written
 from tests.integration.ranks import run_on_gpu, run_ranks
-from tests.integration.updates import Outcome, drawn_groups, outcome
+from tests.integration.updates import Outcome, drawn_groups, weights
 
 CUDA = pytest.param(
     "cuda",
@@ -60,27 +57,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(folder: Path, dtype: str, *changes: str) -> None:
-    with initialize_config_dir(str(CONF), version_base=None):
-        raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny", *changes]), resolve=True)
+    raw = compose_values("experiment=tiny", *changes)
     raw["trainer"]["dtype"] = dtype
     # a large and smooth update: with a tiny eps, the first steps are signs of rounding
     raw["trainer"]["optimizer"].update(lr=1e-2, eps=1e-3)
     (folder / "config.json").write_text(load(raw).model_dump_json())
 
 
-def run(device: str, script: str, *arguments: str) -> None:
-    if device == "cuda":
-        run_on_gpu(script, *arguments)
-    else:
-        run_ranks(script, *arguments, world=1)
+def run(device: str, function: str, *arguments: Any) -> Any:
+    """Return what a single rank returns."""
+    ranks = run_on_gpu(function, *arguments) if device == "cuda" else run_ranks(function, *arguments, world=1)
+    return ranks[0]
 
 
 @cache
 def updated(folder: Path, device: str, dtype: str, *changes: str) -> Outcome:
     configure(folder, dtype, *changes)
     name = "-".join([device, dtype, *changes])
-    run(device, "rank_update.py", name, str(folder))
-    return outcome(folder, name)
+    (figures,) = run(device, "updates:two", name, [folder])
+    return figures, weights(folder, name)
 
 
 @on_both
@@ -153,24 +148,24 @@ def test_a_checkpoint_restores_every_bit(folder: Path, dtype: str, device: str) 
     place = folder / "grouped"
     configure(place, dtype, "checkpoint.every=1")
     links = [f"{device}-{dtype}-{number}" for number in range(2)]
-    run(device, "rank_checkpoint.py", links[0], "-", str(place))
-    run(device, "rank_checkpoint.py", links[1], links[0], str(place))
+    figures = run(device, "recovery:continued", links[0], None, place)
+    more = run(device, "recovery:continued", links[1], links[0], place)
     first, again = (written(CheckpointStore(place / link).path(VERSION)) for link in links)
     assert first.keys() == again.keys()
     assert [key for key in first if not torch.equal(first[key], again[key])] == []
-    (figures, weights), (more, more_weights) = (outcome(place, link) for link in links)
     tolerance = 0.0 if device == "cpu" else 1e-5  # sums of a GPU may have another order
     for name in ("loss", "grad_norm", "lr"):
         assert more[0][name] == pytest.approx(figures[0][name], rel=tolerance, abs=tolerance)
-    for name, tensor in weights.items():
-        torch.testing.assert_close(more_weights[name], tensor, rtol=0, atol=tolerance and 1e-2, msg=name)
+    trained, again_trained = (weights(place, link) for link in links)
+    for name, tensor in trained.items():
+        torch.testing.assert_close(again_trained[name], tensor, rtol=0, atol=tolerance and 1e-2, msg=name)
 
 
 @pytest.mark.integration
 def test_a_rank_finds_packages_of_its_parents_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packages that were carried to a machine lie outside its site-packages."""
     (tmp_path / "carried").mkdir()
-    (tmp_path / "carried" / "package.py").write_text("")
-    (tmp_path / "rank.py").write_text("import asyncrl, package, tests")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "carried"))
-    run_on_gpu(str(tmp_path / "rank.py"))
+    (tmp_path / "carried" / "__init__.py").write_text("")
+    (tmp_path / "carried" / "rank.py").write_text("import asyncrl, tests\n\ndef found(): return __file__")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run_on_gpu("carried.rank:found") == [str(tmp_path / "carried" / "rank.py")]

@@ -96,7 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def expected(folder: Path, name: str) -> dict[str, Tensor]:
-    """Return what transformers computes, by the names of rank_vision.py."""
+    """Return what transformers computes, by the names of ranks/vision.py."""
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(folder / name, dtype=torch.float32)
@@ -125,7 +125,7 @@ def megatron(folder: Path) -> Any:
         settings = {"config": config, "models": models, "options": of_model}
         settings["towers"] = {name: towers(layout, name) for name in models}
         (folder / f"{layout}.json").write_text(json.dumps(settings))
-        run_ranks("rank_vision.py", str(folder), layout, world=WORLD.get(layout, 2))
+        run_ranks("vision:compared", folder, layout, world=WORLD.get(layout, 2))
 
     return run
 
@@ -209,8 +209,7 @@ def updated(folder: Path, layout: str) -> tuple[list[dict[str, float]], dict[str
     settings = {"vision.lr": 2e-3, "trainer.optimizer.eps": 1e-3}
     config = tiny_config(**OPTIONS["tower"] | settings | UPDATED[layout])
     (made / "config.json").write_text(config.model_dump_json())
-    run_ranks("rank_update.py", "all", str(made), world=config.trainer.world_size)
-    figures = json.loads((made / "figures-all.json").read_text())
+    (figures,) = run_ranks("updates:two", "all", [made], world=config.trainer.world_size)[0]
     with HFFolder(made / "out-all") as weights:
         return figures, {name: weights.read(name) for name in weights.names()}
 

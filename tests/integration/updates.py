@@ -10,8 +10,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,14 +17,13 @@ from asyncrl.algo.samples import Sample
 from asyncrl.config import load
 from asyncrl.extensions.routing_replay.encoding import RoutingShape, share_prompt
 from asyncrl.launch.checks.model import check_model
-from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
 from asyncrl.schema import Completion, Group, TokenRows, Trajectory, Turn, VersionSpan
-from tests.fakes import changed
+from tests.fakes import changed, compose_values
 from tests.integration.ranks import run_ranks
 
 TIED = {"tied": True, "untied": False}
-"""Models of rank_step.py: whether the embeddings are the head."""
+"""Models of test_step.py: whether the embeddings are the head."""
 VOCAB = 257  # odd: every tensor-parallel layout pads it
 UNEVEN = 40  # tokens of a micro-batch: odd numbers of them, and unequal ones on two replicas
 UNEQUAL = {
@@ -164,8 +161,7 @@ def launch(
     others: dict[str, Any] | None = None,
 ) -> dict[str, Outcome]:
     """Make two updates of each model with these settings of the trainer, the algorithm, and other sections."""
-    with initialize_config_dir(str(CONF), version_base=None):
-        raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny"]), resolve=True)
+    raw = compose_values("experiment=tiny")
     raw["trainer"].update(settings)
     changed(raw["algo"], algo or {})
     changed(raw, others or {})
@@ -177,15 +173,15 @@ def launch(
     for model in models:
         check_model(config, json.loads((folder / model / "model" / "config.json").read_text()))
         (folder / model / "config.json").write_text(config.model_dump_json())
-    folders = [str(folder / model) for model in models]
-    run_ranks("rank_update.py", name, *folders, world=config.trainer.world_size)
-    return {model: outcome(folder / model, name) for model in models}
+    folders = [folder / model for model in models]
+    figures = run_ranks("updates:two", name, folders, world=config.trainer.world_size)[0]
+    return {model: (of_model, weights(folder / model, name)) for model, of_model in zip(models, figures, strict=True)}
 
 
-def outcome(folder: Path, name: str) -> Outcome:
+def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """Return the weights that ranks wrote to out-NAME."""
     files = sorted((folder / f"out-{name}").glob("*.safetensors"))
-    weights = {key: tensor for file in files for key, tensor in load_file(file).items()}
-    return json.loads((folder / f"figures-{name}.json").read_text()), weights
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}
 
 
 def foreign(shape: RoutingShape) -> list[Group]:

@@ -70,8 +70,9 @@ def run(folder: Path, layout: str, variants: dict[str, Variants], **algo: Any) -
     """Train a model of each name with all of its variants. Returns what ran in backward, per model and variant."""
     for model in variants:
         config = prepare(folder / model, model, layout, variants[model], algo)
-    run_ranks("rank_variants.py", *(str(folder / model) for model in variants), world=config.trainer.world_size)
-    return {model: json.loads((folder / model / "counts.json").read_text()) for model in variants}
+    folders = [folder / model for model in variants]
+    counts = run_ranks("updates:variants", folders, world=config.trainer.world_size)[0]
+    return dict(zip(variants, counts, strict=True))
 
 
 def prepare(folder: Path, model: str, layout: str, variants: Variants, algo: dict[str, Any]) -> Config:
@@ -109,17 +110,14 @@ def check_overlap(folder: Path, layout: str, models: Iterable[str], **algo: Any)
 
 
 def check_offload(
-    folder: Path, dtype: str, replicas: int, experts: bool, script: str = "rank_offload.py", **further: Any
+    folder: Path, dtype: str, replicas: int, experts: bool, function: str = "offload:moved", **further: Any
 ) -> None:
     """Check that a trainer whose storages leave the device between two updates trains the same bits."""
     family = "qwen3_moe" if experts else "llama"
     sizes: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
     write_random_model(folder / "model", family, vocab=VOCAB, tied=True, seed=1, dtype=dtype, **sizes)
     config = tiny_config(**{**further, "trainer.dtype": dtype, "trainer.data_parallel": replicas})
-    (folder / "trainer.json").write_text(config.trainer.model_dump_json())
-    run_ranks(script, str(folder), world=replicas)
-    for rank in range(replicas):
-        found = json.loads((folder / f"found-{rank}.json").read_text())
+    for found in run_ranks(function, config.trainer, folder / "model", world=replicas):
         assert found["restored"]
         for update in found["updates"]:
             assert update["published"]

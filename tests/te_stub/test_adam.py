@@ -39,4 +39,4 @@ def run(layout: str, dtype: dict[str, Any], folder: Path, **optimizer: Any) -> N
     values["trainer"]["optimizer"].update(eps=1e-3, weight_decay=0.1, clip_grad=0.1, lr=1e-3, **optimizer)
     config = load(values)
     (folder / "config.json").write_text(config.model_dump_json())
-    run_ranks(str(Path(__file__).with_name("rank_adam.py")), str(folder), world=config.trainer.world_size)
+    run_ranks("tests.te_stub.ranks:adam", folder, world=config.trainer.world_size)

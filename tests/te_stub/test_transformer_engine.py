@@ -5,7 +5,6 @@ TransformerEngine's Python modules are real; its kernels are those of stand_in.p
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from asyncrl.models.tiny import write_random_model
 from tests.fakes import tiny_values
 from tests.integration import checkpoints
 from tests.integration import families as all_families
-from tests.integration.rank_checkpoint import VERSION
 from tests.integration.ranks import run_ranks
 from tests.integration.updates import LAYOUTS, Outcome, drawn_groups, launch, write_models
 from tests.te_stub.settings import BFLOAT16, FP8, TE
@@ -59,8 +57,7 @@ def test_the_stand_in_is_called_for_every_kind_of_layer(families: Any) -> None:
     """Otherwise these tests would compare the local layers with themselves. Both specs have the same parameters."""
     made, run = families
     run("single")
-    run_ranks(str(Path(__file__).with_name("rank_layers.py")), str(made), world=1)
-    calls = json.loads((made / "calls.json").read_text())
+    calls = run_ranks("tests.te_stub.ranks:layers", made, world=1)[0]
     calls = {name: set(called) - {"get_num_cublas_streams"} for name, called in calls.items()}  # asked once
     products = {"generic_gemm", "rmsnorm_fwd", "rmsnorm_bwd"}
     grouped = {"te_general_grouped_gemm"}
@@ -219,7 +216,8 @@ def test_checkpoint_of_one_kind_loads_into_the_other_bitwise(
         for number, (layout, kind) in enumerate(zip([*layouts, "single"], kinds, strict=True))
     ]
     contents = [
-        checkpoints.written(CheckpointStore(folder / model / f"link-{number}").path(VERSION)) for number in range(4)
+        checkpoints.written(CheckpointStore(folder / model / f"link-{number}").path(checkpoints.VERSION))
+        for number in range(4)
     ]
     assert any(tensor.abs().sum() > 0 for key, tensor in contents[0].items() if "/optimizer.exp_avg." in key)
     for again in contents[1:]:

@@ -1,40 +1,32 @@
-"""One trainer rank of test_memory.py: python rank_memory.py FOLDER ROWS VOCABULARY, under torchrun. It
-reports the bytes that it holds."""
+"""What a trainer rank holds in memory."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
-from asyncrl.platforms import here
+import torch
+from megatron.core.tensor_parallel import random
+from torch import Tensor
 
-here().prepare_trainer()
-
-import torch  # noqa: E402
-from megatron.core.tensor_parallel import random  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from asyncrl.algo.pack import Pack  # noqa: E402
-from asyncrl.algo.samples import Sample  # noqa: E402
-from asyncrl.config import TrainerConfig  # noqa: E402
-from asyncrl.extensions.lora.transformation import transformation_of  # noqa: E402
-from asyncrl.trainer.head import Head  # noqa: E402
-from asyncrl.trainer.network import Network  # noqa: E402
-from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
-from asyncrl.trainer.parallel import initialize  # noqa: E402
+from asyncrl.algo.pack import Pack
+from asyncrl.algo.samples import Sample
+from asyncrl.config import TrainerConfig
+from asyncrl.extensions.lora.transformation import transformation_of
+from asyncrl.trainer.head import Head
+from asyncrl.trainer.network import Network
+from asyncrl.trainer.optimizer import NetworkOptimizer
+from tests.integration.ranks.joining import joined
 
 
-def main(folder: Path, rows: int, vocab: int) -> None:
-    trainer = TrainerConfig.model_validate(json.loads((folder / "trainer.json").read_text()))
-    parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
-    network = Network(trainer, folder / "model", parallel, transformation=transformation_of(trainer.lora))
+def held(trainer: TrainerConfig, model: Path, rows: int, vocab: int) -> dict[str, int]:
+    """Return the bytes that this rank holds, by what they are for, which must be those that the planner says."""
+    network = Network(trainer, model, joined(trainer), transformation=transformation_of(trainer.lora))
     optimizer = NetworkOptimizer(trainer, network, 100)
     shards = list(optimizer.shards())
     every = {id(one): one for one in network.parameters()}.values()
     parameters = [one for one in every if one.requires_grad]
     apart = [one.master for one in shards if one.master.dtype != one.parameter.dtype]
-    told = {
+    return {
         "weights": sum(one.nbytes for one in parameters),
         "frozen base": sum(one.nbytes for one in (*every, *network.packed()) if not one.requires_grad),
         "gradients": sum(one.main_grad.nbytes for one in parameters),  # type: ignore[attr-defined]
@@ -42,7 +34,6 @@ def main(folder: Path, rows: int, vocab: int) -> None:
         "moments": sum(moment.nbytes for one in shards for moment in one.moments.values()),
         "activations": kept_by_forward(network, rows, vocab),
     }
-    (folder / f"told-{parallel.rank}.json").write_text(json.dumps(told))
 
 
 def kept_by_forward(network: Network, rows: int, vocab: int) -> int:
@@ -77,7 +68,3 @@ def kept_by_forward(network: Network, rows: int, vocab: int) -> int:
 def sizes(tensors: dict[int, Tensor]) -> int:
     """Return the bytes of all these tensors' storages; a discarded one has none."""
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,51 +1,33 @@
-"""One trainer rank of a test of routing replay: python rank_routing.py NAME FOLDER, under torchrun.
-
-FOLDER holds model/, groups.msgpack with the experts of every token, and config.json. FOLDER/NAME.json gets the figures
-of every check that NAME asks for; what must hold on each rank is asserted here.
-"""
+"""What updates make of replayed routing."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from asyncrl.platforms import here
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
 
-here().prepare_trainer()
-
-import msgspec  # noqa: E402
-import torch  # noqa: E402
-from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from asyncrl.algo.pack import Pack  # noqa: E402
-from asyncrl.algo.samples import Sample, build_samples  # noqa: E402
-from asyncrl.config import Config, load, read  # noqa: E402
-from asyncrl.extensions.routing_replay.encoding import shape_of, unpacked  # noqa: E402
-from asyncrl.extensions.routing_replay.routers import RoutingReplay  # noqa: E402
-from asyncrl.parallel import Parallel  # noqa: E402
-from asyncrl.schema import Batch, Group  # noqa: E402
-from asyncrl.trainer.encoder import encoder_of  # noqa: E402
-from asyncrl.trainer.head import Head  # noqa: E402
-from asyncrl.trainer.microbatches import packs_of_rank  # noqa: E402
-from asyncrl.trainer.network import Network  # noqa: E402
-from asyncrl.trainer.operations import costs_of  # noqa: E402
-from asyncrl.trainer.parallel import initialize  # noqa: E402
-from asyncrl.trainer.policy import Policy  # noqa: E402
+from asyncrl.algo.pack import Pack
+from asyncrl.algo.samples import Sample, build_samples
+from asyncrl.config import Config, read
+from asyncrl.extensions.routing_replay.encoding import shape_of, unpacked
+from asyncrl.extensions.routing_replay.routers import RoutingReplay
+from asyncrl.parallel import Parallel
+from asyncrl.schema import Batch, Group
+from asyncrl.trainer.encoder import encoder_of
+from asyncrl.trainer.head import Head
+from asyncrl.trainer.microbatches import packs_of_rank
+from asyncrl.trainer.network import Network
+from asyncrl.trainer.operations import costs_of
+from asyncrl.trainer.policy import Policy
+from tests.integration.ranks.joining import groups_of, joined, with_settings
 
 Figures = dict[str, Any]
-
-
-def with_settings(config: Config, **changes: dict[str, Any]) -> Config:
-    values = config.model_dump()
-    for section, fields in changes.items():
-        values.setdefault(section, {}).update(fields)
-    return load(values)
 
 
 def gradient(network: Network, packs: list[Pack], parallel: Parallel) -> tuple[Tensor, list[Tensor]]:
@@ -141,10 +123,12 @@ def updates(config: Config, groups: list[Group], folder: Path, parallel: Paralle
     return {"figures": figures, "compared": compared[0], "seconds": time.monotonic() - began}
 
 
-def main(name: str, folder: Path) -> None:
+def replayed(folder: Path, name: str) -> Figures:
+    """Return the figures of every check that NAME asks for: a replay of the policy's own routing changes no bit, and
+    routers use the experts that the groups of FOLDER name. What must hold on each rank is asserted."""
     config = read(folder)
-    parallel = initialize(config.trainer, gpu=False, seed=0, timeout=120.0)
-    groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
+    parallel = joined(config.trainer)
+    groups = groups_of(folder)
     found: Figures = {}
     if name.startswith("engine"):
         for kind in ("none", "R3"):
@@ -154,9 +138,4 @@ def main(name: str, folder: Path) -> None:
         two_steps = with_settings(config, algo={"mini_batches": 2, "epochs": 2})
         for kind in ("none", "R2") if any(group.images for group in groups) else ("none", "R2", "R3"):
             found[kind] = updates(two_steps, groups, folder, parallel, kind)
-    if parallel.is_first:
-        (folder / f"{name}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    return found

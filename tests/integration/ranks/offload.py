@@ -1,46 +1,33 @@
-"""One trainer rank of test_offload.py: python rank_offload.py FOLDER, under torchrun. It trains a network twice, once
-with all of its storages moved away between the updates, and writes what it found."""
+"""What a trainer rank moves to host memory between updates."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
-from asyncrl.platforms import here
+import torch
+from torch import Tensor
 
-here().prepare_trainer()
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from asyncrl.algo.pack import Pack  # noqa: E402
-from asyncrl.config import TrainerConfig  # noqa: E402
-from asyncrl.extensions.lora.transformation import transformation_of  # noqa: E402
-from asyncrl.extensions.offload.device_memory import DeviceMemory, HeldTensors  # noqa: E402
-from asyncrl.trainer.head import Head  # noqa: E402
-from asyncrl.trainer.network import Network  # noqa: E402
-from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
-from asyncrl.trainer.parallel import initialize  # noqa: E402
-from asyncrl.trainer.sharded import ShardedState  # noqa: E402
-from tests.integration.updates import drawn_samples, token_weights  # noqa: E402
+from asyncrl.config import TrainerConfig
+from asyncrl.extensions.lora.transformation import transformation_of
+from asyncrl.extensions.offload.device_memory import DeviceMemory, HeldTensors
+from asyncrl.parallel import Parallel
+from asyncrl.trainer.network import Network
+from asyncrl.trainer.optimizer import NetworkOptimizer
+from asyncrl.trainer.sharded import ShardedState
+from tests.integration.ranks.joining import joined
+from tests.integration.ranks.updates import weighted_loss
+from tests.integration.updates import drawn_samples
 
 UPDATES = 3
 Values = dict[str, Tensor]
 
 
-def visit(head: Head, one: Pack) -> Tensor:
-    return -(token_weights()[one.table_rows] * head.score(one, 1.0)[0].float()).sum()
-
-
 class Trained:
     """A network with its optimizer, and what a test compares."""
 
-    def __init__(self, trainer: TrainerConfig, folder: Path, parallel: object) -> None:
-        self.network = Network(  # type: ignore[arg-type]
-            trainer, folder, parallel, transformation=transformation_of(trainer.lora)
-        )
+    def __init__(self, trainer: TrainerConfig, folder: Path, parallel: Parallel) -> None:
+        self.network = Network(trainer, folder, parallel, transformation=transformation_of(trainer.lora))
         self.optimizer = NetworkOptimizer(trainer, self.network, 100)
         self.memory = DeviceMemory(self._held, stand_in=True)
         self.state = ShardedState(self.network, self.optimizer, self.memory.readable)
@@ -53,7 +40,7 @@ class Trained:
 
     def update(self) -> None:
         self.optimizer.zero_grad()
-        self.network.train(self.network.packs(drawn_samples()), visit)
+        self.network.train(self.network.packs(drawn_samples()), weighted_loss)
         self.optimizer.step()
 
     def published(self) -> Values:
@@ -72,10 +59,12 @@ def same(one: Values, other: Values) -> bool:
     return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
-def main(folder: Path) -> None:
-    trainer = TrainerConfig.model_validate(json.loads((folder / "trainer.json").read_text()))
-    parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
-    plain, moved = (Trained(trainer, folder / "model", parallel) for _ in range(2))
+def moved(trainer: TrainerConfig, model: Path, kind: type[Trained] = Trained) -> dict[str, Any]:
+    """Train a network twice, once with all of its storages moved away between the updates, which must change no bit of
+    what is published and saved. Returns what was equal, and the bytes on the device at each stage."""
+    torch.manual_seed(0)
+    parallel = joined(trainer)
+    plain, moved = (kind(trainer, model, parallel) for _ in range(2))
     everything, found = moved.bytes_on_device(), []
     for _ in range(UPDATES):
         plain.update()
@@ -101,10 +90,4 @@ def main(folder: Path) -> None:
     moved.memory.onload(everything=True)
     assert moved.bytes_on_device() == everything
     parameters = sum(one.nbytes for one in plain.network.parameters())
-    facts = {"updates": found, "parameters": parameters, "restored": same(moved.saved(), plain.saved())}
-    (folder / f"found-{dist.get_rank()}.json").write_text(json.dumps(facts))
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    main(Path(sys.argv[1]))
+    return {"updates": found, "parameters": parameters, "restored": same(moved.saved(), plain.saved())}

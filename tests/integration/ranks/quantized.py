@@ -1,39 +1,29 @@
-"""One trainer rank of test_quantized.py: python rank_quantized.py FOLDER LAYOUT, under torchrun.
-
-For each model of FOLDER/LAYOUT.json it compares a network on a quantized base with one on the dequantized weights as a
-model of their own, which it writes to FOLDER/LAYOUT-NAME. It reports the bytes of the frozen base.
-"""
+"""What a network computes on a quantized base."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-from asyncrl.platforms import here
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
 
-here().prepare_trainer()
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from asyncrl.algo.pack import Pack  # noqa: E402
-from asyncrl.config import TrainerConfig  # noqa: E402
-from asyncrl.errors import RecordError  # noqa: E402
-from asyncrl.extensions.lora.transformation import Adapted  # noqa: E402
-from asyncrl.extensions.lora.weights import AdapterWeights  # noqa: E402
-from asyncrl.extensions.qlora import stored as packed_base  # noqa: E402
-from asyncrl.parallel import Parallel  # noqa: E402
-from asyncrl.trainer.head import Head  # noqa: E402
-from asyncrl.trainer.network import Network  # noqa: E402
-from asyncrl.trainer.parallel import initialize  # noqa: E402
-from tests.integration.rank_lora import scored  # noqa: E402
-from tests.integration.updates import drawn_samples, token_weights  # noqa: E402
+from asyncrl.config import TrainerConfig
+from asyncrl.errors import RecordError
+from asyncrl.extensions.lora.transformation import Adapted
+from asyncrl.extensions.lora.weights import AdapterWeights
+from asyncrl.extensions.qlora import stored as packed_base
+from asyncrl.parallel import Parallel
+from asyncrl.trainer.network import Network
+from tests.integration.ranks.joining import joined
+from tests.integration.ranks.lora import scored
+from tests.integration.ranks.updates import weighted_loss
+from tests.integration.updates import drawn_samples
 
 
 def passes(network: Network, parallel: Parallel) -> list[Tensor]:
@@ -41,11 +31,8 @@ def passes(network: Network, parallel: Parallel) -> list[Tensor]:
     draw = torch.Generator().manual_seed(3)
     AdapterWeights(network.weights).load(lambda name, shape: torch.randn(*shape, generator=draw) * 0.1)
 
-    def visit(head: Head, one: Pack) -> Tensor:
-        return -(token_weights()[one.table_rows] * head.score(one, 1.0)[0]).sum()
-
     found = [scored(network, parallel)]
-    network.train(network.packs(drawn_samples()), visit)
+    network.train(network.packs(drawn_samples()), weighted_loss)
     return [*found, *(buffer.clone() for buffer in network.gradients())]
 
 
@@ -76,13 +63,13 @@ def check_kept(run_dir: Path, network: Network, trainer: TrainerConfig, parallel
         packed_base.keep(run_dir, other, network.weights, kind, parallel)
 
 
-def main(folder: Path, layout: str) -> None:
-    settings = json.loads((folder / f"{layout}.json").read_text())
-    trainer = TrainerConfig.model_validate(settings["trainer"])
+def compared(folder: Path, layout: str, trainer: TrainerConfig, models: list[str]) -> dict[str, int]:
+    """Assert that a network on a quantized base computes, to the bit, as one on the dequantized weights, which are
+    written as a model of their own to FOLDER/LAYOUT-NAME. Returns the bytes of each model's frozen base."""
     plain = trainer.model_copy(update={"lora": trainer.lora.model_copy(update={"base": "none"})})
-    parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
+    parallel = joined(trainer)
     told = {}
-    for name in settings["models"]:
+    for name in models:
         network = Network(trainer, folder / name, parallel, transformation=Adapted(trainer.lora))
         dense = folder / f"{layout}-{name}"
         base = {key: tensor.contiguous().clone() for key, tensor in network.weights.hf_tensors(merged=None)}
@@ -101,8 +88,4 @@ def main(folder: Path, layout: str) -> None:
         assert found[1].abs().max() > 0
         assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
         assert all(torch.equal(tensor, merged[key]) for key, tensor in other.weights.hf_tensors())
-    (folder / f"{layout}-{parallel.rank}.told").write_text(json.dumps(told))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    return told

@@ -1,17 +1,9 @@
-"""One trainer rank that compares drivers: python -m tests.integration.rank_synchronous HOW FOLDER, under torchrun.
-
-HOW     recorded: answers are recorded; the plain synchronous driver trains them, then the real rollout side, feed and
-        loop at bound 0, and in order at bound 3, each from the same start
-        engine: the plain driver alone asks the engine that FOLDER's addresses.json names, and loads it from files
-FOLDER  has config.json; for each driver it gets DRIVER/groups.json (batches), figures.json (steps) and hf/ (weights)
-"""
+"""What drivers of a training loop make of the same answers."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,33 +12,30 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from asyncrl.network.addresses import Access
-from asyncrl.platforms import here
+import httpx
+import uvicorn
 
-here().prepare_trainer()
+from asyncrl import tasks
+from asyncrl.agents.template import ChatTemplate
+from asyncrl.config import Config, read
+from asyncrl.metrics.record import StepLog
+from asyncrl.models import catalog
+from asyncrl.network.addresses import Access, Addresses
+from asyncrl.parallel import Parallel
+from asyncrl.rollout.parts import load_tokenizer, stop_tokens
+from asyncrl.rollout.prompts import Prompts
+from asyncrl.schema import Batch, Completion, Group, VersionSpan
+from asyncrl.trainer.batch_source import BatchFeed, RolloutClient
+from asyncrl.trainer.loop import train
+from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.stop import StopRule
+from asyncrl.weights.export import save_hf
+from tests import synchronous
+from tests.integration.ranks.joining import joined
+from tests.rollout.machinery import Machinery, RecordedEngine, recorded
 
-import httpx  # noqa: E402
-import msgspec  # noqa: E402
-import uvicorn  # noqa: E402
-
-from asyncrl import tasks  # noqa: E402
-from asyncrl.agents.template import ChatTemplate  # noqa: E402
-from asyncrl.config import Config, read  # noqa: E402
-from asyncrl.metrics.record import StepLog  # noqa: E402
-from asyncrl.models import catalog  # noqa: E402
-from asyncrl.network.addresses import Addresses  # noqa: E402
-from asyncrl.parallel import Parallel  # noqa: E402
-from asyncrl.rollout.parts import load_tokenizer, stop_tokens  # noqa: E402
-from asyncrl.rollout.prompts import Prompts  # noqa: E402
-from asyncrl.schema import Batch, Completion, Group, VersionSpan  # noqa: E402
-from asyncrl.trainer.batch_source import BatchFeed, RolloutClient  # noqa: E402
-from asyncrl.trainer.loop import train  # noqa: E402
-from asyncrl.trainer.parallel import initialize  # noqa: E402
-from asyncrl.trainer.policy import Policy  # noqa: E402
-from asyncrl.trainer.stop import StopRule  # noqa: E402
-from asyncrl.weights.export import save_hf  # noqa: E402
-from tests import synchronous  # noqa: E402
-from tests.rollout.machinery import Machinery, RecordedEngine, recorded  # noqa: E402
+Outcome = tuple[list[list[Group]], list[dict[str, float]]]
+"""The groups of each batch, and the figures of each step."""
 
 
 class Bench:
@@ -63,17 +52,19 @@ class Bench:
         self.folder = folder
         folder.mkdir()
 
-    def plain(self, ask: synchronous.Ask, publish: Callable[[int], None] = lambda version: None) -> None:
+    def plain(self, ask: synchronous.Ask, publish: Callable[[int], None] = lambda version: None) -> Outcome:
         """Repeat: generate, train, publish."""
-        config, trained, figures = self.config, [], []
+        config = self.config
+        trained: list[list[Group]] = []
+        figures: list[dict[str, float]] = []
         batches = synchronous.batches(ask, self.training, self.task, self.template.decode, config.rollout.batch_groups)
         for version, groups in enumerate(islice(batches, config.run.max_steps)):
             trained.append(groups)
             figures.append(self.policy.update(Batch(version, groups, {})))
             publish(len(trained))
-        self.leave(trained, figures)
+        return self.leave(trained, figures)
 
-    def machinery(self, bound: int) -> None:
+    def machinery(self, bound: int) -> Outcome:
         """Run the real parts with an engine of recorded answers that accepts new weights immediately."""
         rollout, engine = self.config.rollout, RecordedEngine(seed=bound)
         made = Machinery(
@@ -92,13 +83,12 @@ class Bench:
             log = StepLog([], started_at=time.time())
             publisher: Any = Relabelled(engine, source)
             train(self.policy.update, batches, publisher, log, StopRule(self.config.run), save=lambda version: None)
-        self.leave(batches.groups, log.steps)
+        return self.leave(batches.groups, log.steps)
 
-    def leave(self, trained: list[list[Group]], figures: list[dict[str, float]]) -> None:
-        """Write the outcome for the test to compare."""
-        (self.folder / "groups.json").write_bytes(msgspec.json.encode(trained))
-        (self.folder / "figures.json").write_text(json.dumps(figures))
+    def leave(self, trained: list[list[Group]], figures: list[dict[str, float]]) -> Outcome:
+        """Write the weights to hf/, and return the outcome for the test to compare."""
         self.save("hf")
+        return trained, figures
 
     def save(self, name: str) -> Path:
         save_hf(self.folder / name, self.model, self.policy.weights, self.parallel, self.config.trainer.dtype)
@@ -199,18 +189,23 @@ def _completion(answer: dict[str, Any]) -> Completion:
     )
 
 
-def main(how: str, folder: Path) -> None:
+def recorded_answers(folder: Path) -> dict[str, Outcome]:
+    """Return what drivers make of recorded answers, each from the same start: the plain synchronous one, and the real
+    rollout side, feed and loop at bound 0, and in order at bound 3. All must train the same, to the bit."""
     config = read(folder)
-    parallel = initialize(config.trainer, gpu=False, seed=config.run.seed, timeout=120.0)
+    parallel = joined(config.trainer, config.run.seed)
     plain = Bench(config, folder / "plain", parallel)
-    if how == "engine":
-        engine = Engine(plain, Addresses.read(folder))
-        plain.plain(engine.ask, engine.load)
-        return
-    plain.plain(lambda prompt, version: recorded(prompt, config.rollout.group_size, version))
+    found = {"plain": plain.plain(lambda prompt, version: recorded(prompt, config.rollout.group_size, version))}
     for bound in (0, 3):
-        Bench(config, folder / f"bound-{bound}", parallel).machinery(bound)
+        name = f"bound-{bound}"
+        found[name] = Bench(config, folder / name, parallel).machinery(bound)
+    return found
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+def plain_on_engine(folder: Path) -> Outcome:
+    """Return what the plain driver makes of the answers of the engine that the folder's addresses name, which it loads
+    from files: a run at bound 0 must train the same, to the bit."""
+    config = read(folder)
+    plain = Bench(config, folder / "plain", joined(config.trainer, config.run.seed))
+    engine = Engine(plain, Addresses.read(folder))
+    return plain.plain(engine.ask, engine.load)

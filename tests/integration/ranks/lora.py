@@ -1,42 +1,32 @@
-"""One trainer rank of a test of adapters: python rank_lora.py FOLDER LAYOUT, under torchrun.
-
-For each model of FOLDER/LAYOUT.json it loads FOLDER/NAME-adapters.safetensors and writes what test_lora.py compares:
-log-probabilities, the gradients of the adapters, the adapters and the merged weights after one clipped update, and the
-base. It asserts that the base is untouched, and that checkpoints of any layout restore the adapters.
-"""
+"""What adapters compute and train."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.platforms import here
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-here().prepare_trainer()
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from asyncrl.algo.pack import Pack  # noqa: E402
-from asyncrl.checkpoints.torch_dist import write_frame  # noqa: E402
-from asyncrl.config import AgentsConfig, TrainerConfig  # noqa: E402
-from asyncrl.extensions.lora.transformation import Adapted  # noqa: E402
-from asyncrl.extensions.lora.weights import AdapterWeights, adapter_of  # noqa: E402
-from asyncrl.parallel import Parallel  # noqa: E402
-from asyncrl.schema import POLICY  # noqa: E402
-from asyncrl.trainer import sharded  # noqa: E402
-from asyncrl.trainer.head import Head  # noqa: E402
-from asyncrl.trainer.microbatches import Groups, TokenAccumulator  # noqa: E402
-from asyncrl.trainer.network import Network  # noqa: E402
-from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
-from asyncrl.trainer.parallel import initialize  # noqa: E402
-from asyncrl.trainer.sharded import ShardedState  # noqa: E402
-from tests.integration.updates import drawn_samples, token_weights  # noqa: E402
+from asyncrl.algo.pack import Pack
+from asyncrl.checkpoints.torch_dist import write_frame
+from asyncrl.config import AgentsConfig, TrainerConfig
+from asyncrl.extensions.lora.transformation import Adapted
+from asyncrl.extensions.lora.weights import AdapterWeights, adapter_of
+from asyncrl.parallel import Parallel
+from asyncrl.schema import POLICY
+from asyncrl.trainer import sharded
+from asyncrl.trainer.head import Head
+from asyncrl.trainer.microbatches import Groups, TokenAccumulator
+from asyncrl.trainer.network import Network
+from asyncrl.trainer.optimizer import NetworkOptimizer
+from asyncrl.trainer.sharded import ShardedState
+from tests.integration.ranks.joining import joined
+from tests.integration.updates import drawn_samples, token_weights
 
 ROWS, ROLES = len(token_weights()), (POLICY, "solver")
 
@@ -168,10 +158,13 @@ def check_restored(
     assert not keys or {adapter_of(key) for key in keys} == {*ROLES}
 
 
-def main(folder: Path, layout: str) -> None:
+def compared(folder: Path, layout: str) -> None:
+    """Write what must be as PEFT has it for each model of FOLDER/LAYOUT.json, with FOLDER/NAME-adapters.safetensors:
+    log-probabilities, the gradients of the adapters, the adapters and the merged weights after one clipped update, and
+    the base. Asserts that the base is untouched, and that checkpoints of any layout restore the adapters."""
     settings = json.loads((folder / f"{layout}.json").read_text())
     trainer = TrainerConfig.model_validate(settings["trainer"])
-    parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
+    parallel = joined(trainer)
 
     for name, targets in settings["models"].items():
         lora = trainer.lora.model_copy(update={"targets": targets})
@@ -219,7 +212,3 @@ def main(folder: Path, layout: str) -> None:
                 folder / f"{layout}-{name}-{parallel.pp_rank}.out",
             )
         dist.barrier()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,32 +1,101 @@
-"""One rank of test_adam.py: python rank_adam.py FOLDER, under torchrun.
-
-Trains FOLDER with torch's AdamW and with TransformerEngine's FusedAdam, which Megatron takes on GPUs: an update,
-another one, one after the moments were reset, and the second one again from a checkpoint. Asserts that the weights
-agree. With moments in bfloat16, torch's AdamW keeps them in float32, and checkpoints are read with either format.
-"""
+"""What ranks with TransformerEngine's Python modules compute (tests/integration/ranks)."""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
-import msgspec
 import torch
 import transformer_engine.pytorch as te
 from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
 
-from asyncrl.config import Config, read
+from asyncrl.algo.pack import pack
+from asyncrl.config import Config, TrainerConfig, read
 from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, Group
+from asyncrl.trainer import model as megatron
 from asyncrl.trainer import sharded
-from asyncrl.trainer.parallel import initialize
+from asyncrl.trainer.network import forward
 from asyncrl.trainer.policy import Policy
+from asyncrl.weights.names import local_name
 from tests.fakes import changed
-from tests.integration.rank_routing import with_settings
+from tests.integration.families import groups as families_batch
+from tests.integration.ranks import offload
+from tests.integration.ranks.joining import groups_of, joined, with_settings
 from tests.te_stub.stand_in import CALLS
+
+# --- layers ---------------------------------------------------------------------------------------------------------
+
+
+def layers(folder: Path) -> dict[str, dict[str, int]]:
+    """Build every model of FOLDER with both kinds of layers. Asserts that their parameters are the same, and which
+    products add gradients to the buffers. Returns the functions of TransformerEngine's extension that one pass forward
+    and backward has called, with their calls."""
+    settings = json.loads((folder / "single.json").read_text())
+    trainer = TrainerConfig.model_validate(settings["trainer"])
+    joined(trainer)
+    calls = {}
+    for name in settings["models"]:
+        hf = megatron.read_hf_config(folder / name)
+        built = {}
+        for layers in ("local", "transformer_engine"):
+            one = trainer.model_copy(update={"layers": layers})
+            built[layers] = megatron.build_model(hf, megatron.transformer_config(hf, one))
+        local, te = ({n: p.shape for n, p in model.named_parameters()} for model in built.values())
+        assert {local_name(n): shape for n, shape in te.items()} == local, name
+        CALLS.clear()
+        model = built["transformer_engine"]
+        for parameter in model.parameters():
+            parameter.main_grad = parameter.data.new_zeros(parameter.shape)
+            parameter.grad_added_to_main_grad = False
+        forward(model, model, pack(families_batch())).sum().backward()
+        fused = {n for n, p in model.named_parameters() if p.grad_added_to_main_grad}
+        assert fused == {n for n in te if re.search(r"\.linear_\w+\.weight\d*$", n)}, name
+        calls[name] = dict(CALLS)
+    return calls
+
+
+# --- storages that move ---------------------------------------------------------------------------------------------
+
+
+def copies(trained: Any) -> dict[int, int]:
+    """Return the bytes of storages of FP8 copies, by identity."""
+    kept = [
+        copy
+        for chunk in trained.network.wrapped
+        for module in chunk.modules()
+        for copy in getattr(module, "_fp8_workspaces", {}).values()
+    ]
+    assert bool(kept) == (trained.network.config.fp8 is not None and trained.updated)
+    storages = [part.untyped_storage() for copy in kept for part in (copy._data, copy._transpose) if part is not None]
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+class Counting(offload.Trained):
+    """A network whose FP8 copies are counted, whether DeviceMemory knows of them or not."""
+
+    updated = False
+
+    def update(self) -> None:
+        super().update()
+        self.updated = True
+
+    def bytes_on_device(self) -> int:
+        known = {one.untyped_storage()._cdata for part in self._held() for one in part}
+        return super().bytes_on_device() + sum(size for key, size in copies(self).items() if key not in known)
+
+
+def moved(trainer: TrainerConfig, model: Path) -> dict[str, Any]:
+    """Do the same as tests/integration/ranks/offload.py, counting also the FP8 copies of weights on the device."""
+    return offload.moved(trainer, model, Counting)
+
+
+# --- the optimizer --------------------------------------------------------------------------------------------------
 
 
 def weights(policy: Policy) -> list[Tensor]:
@@ -86,10 +155,13 @@ def moments_in(config: Config, dtype: str) -> Config:
     return with_settings(config, trainer=changed(config.trainer.model_dump(), {"optimizer.moments_dtype": dtype}))
 
 
-def main(folder: Path) -> None:
+def adam(folder: Path) -> None:
+    """Train FOLDER with torch's AdamW and with TransformerEngine's FusedAdam, which Megatron takes on GPUs: an update,
+    another one, one after the moments were reset, and the second one again from a checkpoint. Asserts that the weights
+    agree. With moments in bfloat16, torch's AdamW keeps them in float32, and checkpoints are read with either format.
+    """
     config = read(folder)
-    parallel = initialize(config.trainer, gpu=False, seed=0, timeout=60.0)
-    groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
+    parallel, groups = joined(config.trainer), groups_of(folder)
     low = config.trainer.optimizer.moments_dtype != "float32"
     expected = trained(moments_in(config, "float32"), folder, groups, parallel)
     fused: Any = te.optimizers.FusedAdam
@@ -108,7 +180,3 @@ def main(folder: Path) -> None:
             torch.testing.assert_close(one, two, **tolerance, msg=lambda text, n=number: f"update {n}: {text}")
         if number:
             assert not all(one.equal(two) for one, two in zip(mine, found[number - 1], strict=True))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

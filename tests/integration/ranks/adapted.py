@@ -1,37 +1,26 @@
-"""One trainer rank of a test of adapters: python rank_adapted.py FOLDER, under torchrun.
-
-It trains groups.msgpack for three updates with config.json, whose reference is the base of the adapters, and again with
-a reference of its own. What must hold on each rank is asserted here.
-"""
+"""What a policy of adapters trains: its base is its reference."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-from asyncrl.platforms import here
+import pytest
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+from torch import Tensor
 
-here().prepare_trainer()
-
-import msgspec  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from msgspec.structs import replace  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from asyncrl.config import Config, read  # noqa: E402
-from asyncrl.errors import ConfigError  # noqa: E402
-from asyncrl.extensions.lora.transformation import Adapted  # noqa: E402
-from asyncrl.extensions.lora.weights import AdapterWeights  # noqa: E402
-from asyncrl.parallel import Parallel  # noqa: E402
-from asyncrl.schema import Batch, Group  # noqa: E402
-from asyncrl.trainer.network import Network  # noqa: E402
-from asyncrl.trainer.parallel import initialize  # noqa: E402
-from asyncrl.trainer.policy import Policy  # noqa: E402
-from tests.integration.rank_checkpoint import with_solver  # noqa: E402
-from tests.integration.rank_routing import with_settings  # noqa: E402
+from asyncrl.config import Config, read
+from asyncrl.errors import ConfigError
+from asyncrl.extensions.lora.transformation import Adapted
+from asyncrl.extensions.lora.weights import AdapterWeights
+from asyncrl.parallel import Parallel
+from asyncrl.schema import Batch, Group
+from asyncrl.trainer.network import Network
+from asyncrl.trainer.policy import Policy
+from tests.integration.ranks.joining import groups_of, joined, with_settings
+from tests.integration.ranks.recovery import with_solver
 
 
 def split(network: Network) -> tuple[list[Tensor], list[Tensor]]:
@@ -74,9 +63,9 @@ def check_roles(config: Config, folder: Path, parallel: Parallel, groups: list[G
         return policy
 
     together = AdapterWeights(updated(roles, both, "grpo").weights)
-    for role, groups_of in alone.items():
+    for role, of_role in alone.items():
         adapter = role or "policy"
-        policy = updated({adapter: roles[adapter]} if role else {}, groups_of, "grpo")
+        policy = updated({adapter: roles[adapter]} if role else {}, of_role, "grpo")
         wanted = dict(AdapterWeights(policy.weights).tensors(adapter))
         found = dict(together.tensors(adapter))
         assert [key for key, tensor in wanted.items() if not found[key].equal(tensor)] == []
@@ -90,10 +79,13 @@ def only(group: Group, role: str) -> Group:
     return replace(group, trajectories=episodes)
 
 
-def main(folder: Path) -> None:
+def base_as_reference(folder: Path) -> None:
+    """Assert that three updates of the folder's batch, whose reference is the base of the adapters, are those with a
+    reference of its own; that the base and copies of matrices stay as they are; and that resets and roles act on the
+    adapters alone."""
     config = read(folder)
-    parallel = initialize(config.trainer, gpu=False, seed=0, timeout=120.0)
-    groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
+    parallel = joined(config.trainer)
+    groups = groups_of(folder)
     kl = {**config.algo.kl.model_dump(), "reference_path": str(folder / "model")}
     own, other = (Policy(one, folder / "model", parallel) for one in (config, with_settings(config, algo={"kl": kl})))
     replays = (config.model_extra or {})["routing_replay"].kind != "none"
@@ -121,7 +113,3 @@ def main(folder: Path) -> None:
         assert two.equal(one.lerp(first, config.sample_reuse.reset_share))
     states = sum(one.numel() for one in own.optimizer.states())
     assert states <= 3 * sum(one.numel() for one in start[0]), "there are masters or moments of the base"
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,43 +1,30 @@
-"""One trainer rank of a test of images: python rank_vision.py FOLDER LAYOUT, under torchrun.
-
-For each model of FOLDER/LAYOUT.json, with a frozen and with a trained vision tower, it writes the log-probabilities of
-the policy's tokens in groups.msgpack, and the gradient of their weighted sum under HF's names, for test_vision.py to
-compare with transformers. With each of the options in it, it trains a policy for two batches, and another for the
-second one alone, from a checkpoint of the first; it writes the log-probabilities that the steps started from, and saves
-the policy.
-"""
+"""What passes and updates make of images."""
 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 
-from asyncrl.platforms import here
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
-here().prepare_trainer()
-
-import msgspec  # noqa: E402
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from asyncrl.algo.pack import Pack  # noqa: E402
-from asyncrl.algo.samples import build_samples  # noqa: E402
-from asyncrl.checkpoints.torch_dist import write_frame  # noqa: E402
-from asyncrl.config import Config, load  # noqa: E402
-from asyncrl.parallel import Parallel  # noqa: E402
-from asyncrl.schema import Batch, Group  # noqa: E402
-from asyncrl.trainer import sharded  # noqa: E402
-from asyncrl.trainer.encoder import encoder_of  # noqa: E402
-from asyncrl.trainer.head import Head  # noqa: E402
-from asyncrl.trainer.microbatches import TokenAccumulator  # noqa: E402
-from asyncrl.trainer.network import Network  # noqa: E402
-from asyncrl.trainer.parallel import initialize  # noqa: E402
-from asyncrl.trainer.policy import Policy  # noqa: E402
-from asyncrl.weights.export import save_hf  # noqa: E402
-from tests.integration.vision import weights  # noqa: E402
+from asyncrl.algo.pack import Pack
+from asyncrl.algo.samples import build_samples
+from asyncrl.checkpoints.torch_dist import write_frame
+from asyncrl.config import Config, load
+from asyncrl.parallel import Parallel
+from asyncrl.schema import Batch, Group
+from asyncrl.trainer import sharded
+from asyncrl.trainer.encoder import encoder_of
+from asyncrl.trainer.head import Head
+from asyncrl.trainer.microbatches import TokenAccumulator
+from asyncrl.trainer.network import Network
+from asyncrl.trainer.policy import Policy
+from asyncrl.weights.export import save_hf
+from tests.integration.ranks.joining import groups_of, joined
+from tests.integration.vision import weights
 
 
 def gradients(network: Network, groups: list[Group], parallel: Parallel) -> dict[str, Tensor]:
@@ -86,10 +73,17 @@ def started(config: Config, folder: Path, saved_as: str, groups: list[Group], pa
     return found
 
 
-def main(folder: Path, layout: str) -> None:
+def compared(folder: Path, layout: str) -> None:
+    """Write for each model of FOLDER/LAYOUT.json, with a frozen and with a trained vision tower, the log-probabilities
+    of the policy's tokens in groups.msgpack, and the gradient of their weighted sum under HF's names, which must be
+    those of transformers.
+
+    With each of the options in it, train a policy for two batches, and another for the second one alone, from a
+    checkpoint of the first; write the log-probabilities that the steps started from, and save the policy.
+    """
     settings = json.loads((folder / f"{layout}.json").read_text())
-    parallel = initialize(load(settings["config"]).trainer, gpu=False, seed=0, timeout=120.0)
-    groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
+    parallel = joined(load(settings["config"]).trainer)
+    groups = groups_of(folder)
     for name in settings["models"]:
         out: dict[str, Tensor] = {}
         for tower in settings["towers"][name]:
@@ -101,7 +95,3 @@ def main(folder: Path, layout: str) -> None:
             out[f"started {option}"] = started(load(values), folder / name, f"saved-{option}", groups, parallel)
         if parallel.exports:
             save_file(out, folder / f"{layout}-{name}-{parallel.pp_rank}.safetensors")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
