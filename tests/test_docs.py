@@ -35,7 +35,7 @@ PAGES = [
 ids = [str(page.relative_to(ROOT).with_suffix("")) for page in PAGES]
 RESULTS = [*sorted((ROOT / "results").rglob("*.md")), ROOT / "tests/cuda_stub/README.md"]
 """Pages about the past, whose settings and metrics may be gone."""
-MOST_PAGES, MOST_WORDS, MOST_WIDE = 20, 24_750, 4
+MOST_PAGES, MOST_WORDS, MOST_WIDE = 20, 23_250, 4
 """Most pages and words of docs/, and most lines of commands that a reader must scroll sideways. They only fall; the
 aims are 20, 25,000 and 0."""
 

@@ -12,8 +12,8 @@ from tests.rollout.machinery import Timing, machinery
 
 PACKAGE = Path(asyncrl.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
-MOST_FILES, MOST_LINES = 53, 10_400
-"""Lower them after a deletion; the aims are 45 files and 8,000 lines."""
+MOST_FILES, MOST_LINES = 44, 9_000
+"""Lower them after a deletion; the aim is 8,000 lines."""
 WIRING = {"rollout/__main__.py", "trainer/__main__.py"}
 BESIDE = (
     "observability/",

@@ -98,8 +98,13 @@ def _zygote() -> subprocess.Popen[str]:
     command = [sys.executable, "-m", os.environ.get("ASYNCRL_ZYGOTE", f"{__name__}.zygote")]
     environment = _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    atexit.register(process.kill)
+    atexit.register(_end, process)
     return process
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with process:
+        process.kill()
 
 
 def _environment(**more: str) -> dict[str, str]:

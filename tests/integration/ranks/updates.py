@@ -249,7 +249,7 @@ def every_loss(folder: Path) -> Losses:
             if not losses.runs(layout, name):
                 continue
             algo = AlgoConfig.model_validate(changed(config.algo.model_dump(), settings))
-            one = policy.Policy(config.model_copy(update={"algo": algo}), folder, where)
+            one = policy.Policy(config.model_copy(update={"algo": algo}), folder / "model", where)
             figures[name] = of_batch(one, batch, config.trainer.batch_parts)
             for step, of_step in enumerate(descent.gradients):
                 gradients |= {f"{name}/{step}/{key}": tensor for key, tensor in of_step.items()}
