@@ -28,7 +28,6 @@ GROUND = (
     "images.py",
     "network/",
     "retries.py",
-    "routing.py",
     "extension.py",
     "lookup.py",
     "imports.py",
