@@ -33,6 +33,7 @@ with warnings.catch_warnings():
     from asyncrl.trainer import policy as module
     from asyncrl.trainer.encoder import Encoder
     from asyncrl.trainer.microbatches import Groups, packs_of_rank
+    from asyncrl.trainer.network import Transformation
     from asyncrl.trainer.policy import Policy
 
 pytestmark = pytest.mark.integration
@@ -46,6 +47,7 @@ class Bigrams:
 
     def __init__(self, trainer: Any = None, _: Path | None = None, parallel: Any = None, **__: Any) -> None:
         self.weights, self.hf, self.encoder = None, {"vocab_size": VOCAB}, Encoder()
+        self.transformation = Transformation()
         self._place = trainer, parallel
         self._parallel = parallel
         self.logits = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(5)).requires_grad_()
@@ -117,6 +119,7 @@ class Descent:
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Network", Bigrams)
     monkeypatch.setattr(module, "NetworkOptimizer", Descent)
+    monkeypatch.setattr(module, "encoder_of", lambda *_: Encoder())
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 1)
 
 
