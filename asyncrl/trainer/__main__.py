@@ -35,13 +35,9 @@ from asyncrl.observability.timeline import BatchScores  # noqa: E402
 from asyncrl.progress import Progress, failing  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
 from asyncrl.trainer import checkpoint  # noqa: E402
-from asyncrl.trainer.batch_source import (  # noqa: E402
-    BatchFeed,
-    BatchSource,
-    RolloutClient,
-    wait_until_ready,
-)
+from asyncrl.trainer.batch_source import BatchSource, RolloutClient, wait_until_ready  # noqa: E402
 from asyncrl.trainer.checkpoint import Checkpoints, Saving  # noqa: E402
+from asyncrl.trainer.feed import BatchFeed  # noqa: E402
 from asyncrl.trainer.gpu_sharing import share_gpu  # noqa: E402
 from asyncrl.trainer.loop import ASKED, train  # noqa: E402
 from asyncrl.trainer.parallel import host_group  # noqa: E402

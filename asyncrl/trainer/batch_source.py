@@ -1,11 +1,11 @@
-"""Batches on the trainers' side: rank 0 has their source, the client of the rollout process's server, and every rank
-gets the same ones.
+"""Sources of batches on the trainers' side: the client of the rollout process's server. Whoever takes batches without
+training has one, too, and no torch.
 
-waits for     the server's /batch and /hold; on the other ranks, rank 0's broadcast
-deadline      rollout.batch_timeout; the process group's timeout is longer
+waits for     the server's /batch and /hold
+deadline      rollout.batch_timeout
 on failure    a server that does not listen, breaks the connection, is silent or reports an error of its own has died or
               will: a new one takes its place, or the launcher ends the run. Requests are repeated until their deadline.
-              One that the server refuses raises PeerFailed. The other ranks get an error from the collective
+              One that the server refuses raises PeerFailed
 """
 
 from __future__ import annotations
@@ -18,19 +18,13 @@ from typing import Any
 
 import httpx
 import msgspec
-import torch
-import torch.distributed as dist
 
 from asyncrl.engine.served import InUse
 from asyncrl.engine.update import RolloutSide
 from asyncrl.errors import DeadlineExceeded, PeerFailed
 from asyncrl.network.addresses import READY, Access
-from asyncrl.parallel import Parallel
-from asyncrl.schema import Batch, decode_batch
 
 RETRY_SECONDS = 0.2
-STOPPED = b"stop"
-"""Broadcast instead of a batch when the run is asked to stop."""
 
 
 class BatchSource(RolloutSide, ABC):
@@ -147,75 +141,6 @@ class RolloutClient(BatchSource):
         if response.status_code not in (200, 202):
             raise PeerFailed(told)
         return response
-
-
-class BatchFeed:
-    """The batches of a run, in one or several parts: rank 0 fetches the bytes once and broadcasts them to every
-    rank."""
-
-    def __init__(
-        self,
-        source: BatchSource | None,
-        interrupt: Callable[[], bool],
-        parallel: Parallel,
-        *,
-        parts: int = 1,
-        asked_to_stop: Callable[[], bool] = lambda: False,
-        take_back: Callable[[], None] = lambda: None,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        """Set up the feed of batches in `parts` parts. Only rank 0 has a `source` and calls the callbacks, except for
-        `take_back`, which every rank calls when a batch has arrived. With `group` the ranks wait for rank 0 on the
-        host: a kernel that waits on a GPU would hold up a publish in the background, or take time from engines on the
-        same GPU."""
-        self._group = group
-        self._source = source
-        self._interrupt = interrupt
-        self._parallel = parallel
-        self._asked = asked_to_stop
-        self._take_back = take_back
-        self._parts = parts
-        self.stopped = False
-        """Whether no further batch will come because the run is asked to stop. The same on every rank."""
-
-    def get(self, version: int, part: int = 0) -> Batch | None:
-        """Wait until this part of batch `version` arrives. Returns None if `interrupt` says that none will come, or if
-        the run is asked to stop; it does not stop within a batch."""
-        data = self._fetch(version, part) if self._source else b""
-        if dist.get_world_size() > 1:
-            data = self._broadcast(data)
-        self.stopped = data == STOPPED
-        if not data or self.stopped:
-            return None
-        batch = decode_batch(data)
-        assert batch.version == version, f"asked for batch {version}, received {batch.version}"
-        self._take_back()
-        return batch
-
-    def _fetch(self, version: int, part: int) -> bytes:
-        """Return the part, or what comes instead of it."""
-        assert self._source
-
-        def stops() -> bool:
-            return part == 0 and self._asked()
-
-        data = b""
-        if not stops():
-            data = self._source.batch(version, part, self._parts, interrupt=lambda: stops() or self._interrupt())
-        return data or (STOPPED if stops() else b"")
-
-    def _broadcast(self, data: bytes) -> bytes:
-        device = self._parallel.device
-        size = torch.tensor(len(data), device="cpu" if self._group else device)
-        dist.broadcast(size, src=0, group=self._group)
-        if int(size) == 0:
-            return b""
-        if self._parallel.is_first:
-            payload = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-        else:
-            payload = torch.empty(int(size), dtype=torch.uint8, device=device)
-        dist.broadcast(payload, src=0)
-        return payload.cpu().numpy().tobytes()
 
 
 def wait_until_ready(run_dir: Path, seconds: float) -> None:

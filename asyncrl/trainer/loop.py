@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from asyncrl.metrics.record import StepLog
 from asyncrl.schema import Batch
-from asyncrl.trainer.batch_source import BatchFeed
+from asyncrl.trainer.feed import BatchFeed
 from asyncrl.trainer.stop import StopRule
 from asyncrl.weights.publish import VersionPublisher
 

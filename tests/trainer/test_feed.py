@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.schema import Batch, encode
-from asyncrl.trainer.batch_source import BatchFeed
+from asyncrl.trainer.feed import BatchFeed
 from tests.fakes import group
 
 

@@ -37,6 +37,6 @@ def test_explained_variance_is_one_if_right_zero_if_constant() -> None:
 def test_a_critic_does_not_read_images_with_a_tower_of_its_own() -> None:
     config = tiny_config(**{"critic.path": "/other"})
     launch = CriticExtension((config.model_extra or {})["critic"]).launch()
-    (refused,) = launch.check_model(config, {"vision_config": {}}, 0)
+    (refused,) = launch.check_model(config, {"architectures": ["Qwen3VLForConditionalGeneration"]}, 0)
     assert refused.field == "critic.path"
-    assert not list(launch.check_model(config, {}, 0))
+    assert not list(launch.check_model(config, {"architectures": ["Qwen3ForCausalLM"]}, 0))

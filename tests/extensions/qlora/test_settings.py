@@ -56,6 +56,7 @@ def test_a_base_whose_files_stack_the_experts_is_refused(architecture: str) -> N
     stacked = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     windows = {"sliding_window": 4, "layer_types": ["full_attention"] * 4}
     hf = {**BLOCKS, **stacked, **windows, "architectures": [architecture], "use_sliding_window": False}
+    hf |= {"vision_config": {}}  # of models that see
     check_model(tiny_config(**{**BASE, "trainer.lora.base": "none"}), hf)
     with pytest.raises(ConfigError, match="stack the experts, which a stored base has one by one: set none") as caught:
         check_model(tiny_config(**BASE), hf)

@@ -25,7 +25,8 @@ from asyncrl.parallel import Parallel
 from asyncrl.rollout.parts import load_tokenizer, stop_tokens
 from asyncrl.rollout.prompts import Prompts
 from asyncrl.schema import Batch, Completion, Group, VersionSpan
-from asyncrl.trainer.batch_source import BatchFeed, RolloutClient
+from asyncrl.trainer.batch_source import RolloutClient
+from asyncrl.trainer.feed import BatchFeed
 from asyncrl.trainer.loop import train
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.stop import StopRule
