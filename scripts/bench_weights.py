@@ -178,7 +178,6 @@ class Bench:
             ("tensor", "stream"),
             ("distributed", "full"),
             ("distributed", "stream"),
-            ("disk", "stream"),
             *((name, "stream") for name in OF_EXTENSIONS),
         ):
             name = f"{transport} {staging}"

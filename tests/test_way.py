@@ -18,10 +18,11 @@ WIRING = {"rollout/__main__.py", "trainer/__main__.py"}
 BESIDE = (
     "observability/",
     "rollout/ledger.py",
+    "rollout/status.py",
     "rollout/events.py",
     "rollout/timelines.py",
 )
-"""What keeps the books of it: nothing that is trained depends on them."""
+"""What keeps the books of it, and tells what a batch waits for: nothing that is trained depends on them."""
 GROUND = (
     "config/",
     "errors.py",

@@ -23,10 +23,10 @@ from asyncrl.extension import PlayerHooks
 from asyncrl.images import image_name
 from asyncrl.observability.intervals import RETRY
 from asyncrl.retries import pause
-from asyncrl.rewards.reward import Reward, RewardInput
+from asyncrl.rewards.reward import Reward, RewardInput, Scorer, score_by_branch
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.buffer import Ticket
-from asyncrl.rollout.episode import Annotate, Episode, EpisodeTimeouts, Scorer, score_by_branch
+from asyncrl.rollout.episode import Annotate, Episode, EpisodeTimeouts
 from asyncrl.rollout.evaluation import Attempt
 from asyncrl.rollout.hooks import Accept, accept_all
 from asyncrl.rollout.reporters import FailureReporter

@@ -46,6 +46,7 @@ class Encoder:
     def embedded(self, model: GPTModel, pack: Pack, *, trains: bool) -> Callable[[], None]:
         """Encode what stands in the rows of a pack, with a gradient if the model `trains`. Return what gives it to the
         model; it is called before each forward pass of a layer, also where layers are computed again."""
+        assert not pack.images, "a network of a model with a tower was built without its encoder (encoder_of)"
         return lambda: None
 
     def states(self) -> list[Tensor]:

@@ -161,9 +161,8 @@ class Network:
         inner = [Float16Module(self.config, chunk) for chunk in chunks] if half else chunks
         self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
         self.weights.load(folder)  # after the cast, which could round tensors that stay in float32
-        self.transformation.apply(
-            chunks, self.weights
-        )  # before data parallelism, which has buffers for what is trained
+        # Before data parallelism, which has buffers for what is trained.
+        self.transformation.apply(chunks, self.weights)
         self._base_alone = False
         # Without data or context parallelism the distributed optimizer only adds copies of every buffer, but it alone
         # accepts moments of another number format.

@@ -27,9 +27,8 @@ from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.rank import Rank
 from asyncrl.trainer.recovery import CatchingUp, Start
 from asyncrl.weights.background import Background
-from asyncrl.weights.folder import publish_folder
 from asyncrl.weights.publish import UNSENT, Outgoing, Publisher, Staged, StagedPublisher, VersionPublisher
-from asyncrl.weights.transports import build_transport
+from asyncrl.weights.transports import build_transport, publish_folder
 
 
 def build_publisher(

@@ -1,6 +1,5 @@
 """Reader and writer of the safetensors files of a folder, one tensor at a time. Weights in FP8 (e4m3 with a scale for
-each block of 128 x 128, as in DeepSeek-V3's files) and in MXFP4 (gpt-oss's) are read in bfloat16.
-Also the folder of a run for versions that travel as files."""
+each block of 128 x 128, as in DeepSeek-V3's files) and in MXFP4 (gpt-oss's) are read in bfloat16."""
 
 from __future__ import annotations
 
@@ -8,11 +7,9 @@ import hashlib
 import json
 import os
 import re
-import stat
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -230,26 +227,3 @@ def write_index(folder: Path, files: dict[str, Bucket]) -> None:
         "weight_map": {entry.name: file for file, bucket in sorted(files.items()) for entry in bucket},
     }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def publish_folder(shared: str | None, run_dir: Path) -> Path:
-    """Return a folder that belongs to this run alone, because several runs may share `weights.folder`. Its name there
-    follows from the path of the run folder, so that a resumed run finds it again."""
-    if not shared:
-        return run_dir / "weights"
-    digest = hashlib.sha256(os.fsencode(run_dir.absolute())).hexdigest()[:12]
-    return Path(shared).expanduser() / "-".join(filter(None, (run_dir.parent.name, run_dir.name, digest)))
-
-
-def claim(folder: Path) -> None:
-    """Create a private folder, or check that it belongs to this user. Raises WeightsError if it does not: its owner
-    could exchange the files before the engines load them."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found, owner = folder.lstat(), None
-    if stat.S_ISDIR(found.st_mode):
-        with suppress(PermissionError), tempfile.TemporaryFile(dir=folder) as own:
-            owner = os.fstat(own.fileno()).st_uid  # not our number where the file system maps users
-    if owner != found.st_uid:
-        raise WeightsError(f"{folder} belongs to another user, or is a link: remove it, or set another weights.folder")

@@ -1,11 +1,17 @@
-"""The transport of a run, built from its settings."""
+"""The transport of a run, built from its settings, and the folder of versions that travel as files."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import stat
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.engine.fleet import Fleet
+from asyncrl.errors import WeightsError
 from asyncrl.user_code import load
 from asyncrl.weights.choice import choose
 from asyncrl.weights.distributed import DistributedTransport
@@ -33,3 +39,26 @@ def build_transport(
     backend = "nccl" if gpu else "gloo"
     transport = DistributedTransport(fleet, ranks, host=host, stage=stage, backend=backend)
     return transport, f"distributed over {backend} ({reason})"
+
+
+def publish_folder(shared: str | None, run_dir: Path) -> Path:
+    """Return a folder that belongs to this run alone, because several runs may share `weights.folder`. Its name there
+    follows from the path of the run folder, so that a resumed run finds it again."""
+    if not shared:
+        return run_dir / "weights"
+    digest = hashlib.sha256(os.fsencode(run_dir.absolute())).hexdigest()[:12]
+    return Path(shared).expanduser() / "-".join(filter(None, (run_dir.parent.name, run_dir.name, digest)))
+
+
+def claim(folder: Path) -> None:
+    """Create a private folder, or check that it belongs to this user. Raises WeightsError if it does not: its owner
+    could exchange the files before the engines load them."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found, owner = folder.lstat(), None
+    if stat.S_ISDIR(found.st_mode):
+        with suppress(PermissionError), tempfile.TemporaryFile(dir=folder) as own:
+            owner = os.fstat(own.fileno()).st_uid  # not our number where the file system maps users
+    if owner != found.st_uid:
+        raise WeightsError(f"{folder} belongs to another user, or is a link: remove it, or set another weights.folder")

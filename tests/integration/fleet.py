@@ -38,10 +38,12 @@ from tests.fakes import compose_values
 from tests.integration.publisher import publish
 
 PROMPT, EOS = [12, 1, 2, 3, 11], 10
-OF_EXTENSIONS = tuple(lookup.offered("transports"))
+OF_EXTENSIONS = lookup.offered("transports")
 """Transports of extensions that are there, which go through the tests of all transports."""
-EVERY_WAY = ("tensor", "distributed", "disk", *OF_EXTENSIONS)
-LOADER = tuple(f"weights.transport={name}" for name in OF_EXTENSIONS[-1:])
+EVERY_WAY = ("tensor", "distributed", *OF_EXTENSIONS)
+LOADED = [name for name, offered in OF_EXTENSIONS.items() if offered.loader][:1]
+"""One of them that engines load by a loader of its own."""
+LOADER = tuple(f"weights.transport={name}" for name in LOADED)
 """The setting with which engines are started that also load what such a transport sends."""
 START = 400.0
 """Time limit for engines to start in seconds: many times what they take on an idle machine."""

@@ -42,7 +42,6 @@ FURTHER = {  # results/campaigns/README.md says which other tests hold what thes
     "tp2-two-engines": ["trainer.tensor_parallel=2", "engine.count=2"],
     "tp2-sp-two-engines": LAYOUTS["tp2-sp-two-engines-over-disk"][:3],
     "tp2-sp-over-broadcast": [*LAYOUTS["tp2-sp-two-engines-over-disk"][:2], "weights.transport=distributed"],
-    "dp2-over-disk": ["trainer.data_parallel=2", "weights.transport=disk"],
     "pp2-over-broadcast-two-engines": [*LAYOUTS["pp2-over-broadcast"], "engine.count=2"],
     **{
         f"{ranks}-over-{name}": [f"trainer.{field}=2", f"weights.transport={name}", "weights.verify_every=1"]

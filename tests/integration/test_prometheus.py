@@ -82,7 +82,7 @@ class Busy:
 
     async def recent(self, age: float) -> list[Any]:
         load = load_of([RANK], addresses().engines[0])
-        return [replace(load, tokens_per_s=5.0, cache_hit=0.5, preemptions=1.0)]
+        return [replace(load, more={"tokens_per_s": 5.0, "cache_hit": 0.5, "preemptions": 1.0})]
 
 
 def played(metrics: PrometheusMetrics, number: int) -> None:

@@ -22,6 +22,7 @@ from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.transport import TensorTransport
 from tests.integration.fleet import (
     EVERY_WAY,
+    LOADED,
     LOADER,
     OF_EXTENSIONS,
     PROMPT,
@@ -42,7 +43,6 @@ WAYS = [
     ("tensor", "stream", "retract"),
     ("distributed", "full", "in_place"),
     ("distributed", "stream", "abort"),
-    ("disk", "full", "in_place"),
     *((name, "full", "in_place") for name in OF_EXTENSIONS),
 ]
 
@@ -93,7 +93,7 @@ SIMULATED = ["fp8_simulated", "int8_simulated"] if "quantized" in lookup.shipped
 def test_values_on_the_grid_reach_the_engines_bit_for_bit(kind: str, fleet: Engines, tmp_path: Path) -> None:
     """Checked by the engines' own checksums, and by the log-probabilities of their output. The second publish is
     one of changes, if a transport does that."""
-    config = settings(fleet.config, transport=EVERY_WAY[-1], verify_every=1)
+    config = settings(fleet.config, transport=[*EVERY_WAY, *LOADED][-1], verify_every=1)
     config = load(config.model_dump(mode="json") | {"quantized": {"format": kind}})
     weights, hf = SeededWeights(fleet.addresses.model, share=0.05), {"architectures": ["LlamaForCausalLM"]}
     publisher = make(config, fleet.addresses, weights, tmp_path)

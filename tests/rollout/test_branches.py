@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from asyncrl.rollout.episode import score_by_branch
+from asyncrl.rewards.reward import score_by_branch
 from asyncrl.schema import Completion, Trajectory, Turn, VersionSpan
 
 

@@ -16,9 +16,9 @@ import torch
 
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.errors import AsyncRLError, EpisodeFailed
-from asyncrl.rewards.reward import RewardInput, Score
-from asyncrl.rollout import episode
-from asyncrl.rollout.episode import Episode, EpisodeTimeouts, Scorer
+from asyncrl.rewards import reward as rewards
+from asyncrl.rewards.reward import RewardInput, Score, Scorer
+from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from asyncrl.rollout.reporters import PER_MINUTE, FailureReporter
 from asyncrl.rollout.serving import contain
 from asyncrl.schema import Generate, Prompt, Trajectory, Turn
@@ -304,8 +304,8 @@ def test_hanging_score_is_given_up_and_holds_no_end() -> None:
 def test_too_many_hanging_scores_end_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(episode, "THREADS", 2)
-    monkeypatch.setattr(episode, "MOST_HANGING", 3)
+    monkeypatch.setattr(rewards, "THREADS", 2)
+    monkeypatch.setattr(rewards, "MOST_HANGING", 3)
 
     async def main() -> None:
         release, scorer = threading.Event(), Scorer(0.05)
@@ -324,7 +324,7 @@ def test_too_many_hanging_scores_end_the_run(
 
 
 def test_cancelled_scores_give_their_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episode, "THREADS", 1)
+    monkeypatch.setattr(rewards, "THREADS", 1)
 
     async def main() -> None:
         begun, release, scorer = threading.Event(), threading.Event(), Scorer(0.2)

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets
-from asyncrl.weights.folder import DTYPES, claim, publish_folder, write_stream
+from asyncrl.weights.folder import DTYPES, write_stream
 from asyncrl.weights.layouts import Pieces
+from asyncrl.weights.transports import claim, publish_folder
 
 
 def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:

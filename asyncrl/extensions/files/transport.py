@@ -11,8 +11,9 @@ from torch import Tensor
 
 from asyncrl.engine.fleet import Fleet
 from asyncrl.weights.bucket import Bucket, views
-from asyncrl.weights.folder import claim, write_stream
+from asyncrl.weights.folder import write_stream
 from asyncrl.weights.transport import Transport
+from asyncrl.weights.transports import claim
 
 KEPT = 2
 """Number of versions that stay on disk: the engines keep the path of the last one."""

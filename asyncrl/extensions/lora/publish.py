@@ -49,10 +49,10 @@ from asyncrl.parallel import Parallel, from_first
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets, views
 from asyncrl.weights.choice import choose
 from asyncrl.weights.export import gathered
-from asyncrl.weights.folder import claim
 from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.publish import Staged, StagedPublisher, VersionPublisher, verifies
 from asyncrl.weights.transport import handle, shared_memory
+from asyncrl.weights.transports import claim
 
 if TYPE_CHECKING:
     from asyncrl.trainer.publishers import Publishing
