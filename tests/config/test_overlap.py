@@ -16,7 +16,6 @@ OVERLAP = {"weights.overlap": True, "rollout.max_staleness": 2, "rollout.lead": 
     ("changes", "field", "remedy"),
     [
         (ALONE, "mode", "without a trainer"),
-        ({"trainer.lora.rank": 4, "weights.lora": "versions"}, "weights.lora", "set merged"),
         ({"weights.staging": "stream"}, "weights.staging", "set full or auto"),
         ({"rollout.lead": 0}, "rollout.lead", "set at least 1"),
         ({"rollout.max_staleness": 0}, "rollout.max_staleness", "set at least 1"),

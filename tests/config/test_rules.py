@@ -19,6 +19,7 @@ from asyncrl.algo.loss import LOSSES, LossTraits, ppo
 from asyncrl.config import Config
 from asyncrl.config.running import TRANSPORTS
 from asyncrl.errors import ConfigError
+from asyncrl.extension import Extension, OfferedTransport
 from asyncrl.launch.checks import model
 from asyncrl.settings import Rule, require
 from tests.fakes import ALONE, GIVEN, JOB, tiny_config
@@ -62,6 +63,7 @@ CAUSES: dict[str, list[dict[str, Any]]] = {
     ],
     "_speculation": [
         {"engine.server_args": {"speculative_algorithm": "NGRAM", "speculative_accept_threshold_acc": 0.5}},
+        {"extensions": {"courier": f"{__name__}:Courier"}, "weights.transport": "courier"},
     ],
     "_host_caches": [
         {"engine.server_args": {"hicache_storage_backend": "file"}},
@@ -93,6 +95,12 @@ APART = {"algorithm", "training", "precision"}
 """Modules with limits of one section, or rules of what is resolved, whose tests break them."""
 Place = tuple[str, int, str, int]
 """A rule: its subject, the line that requires it, its field, and which of the rules of this field."""
+
+
+class Courier(Extension):
+    """A transport with files, which only extensions have."""
+
+    transports = {"courier": OfferedTransport("courier:Sent", by_file=True)}
 
 
 class Recorded(Exception):

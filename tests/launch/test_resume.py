@@ -231,7 +231,6 @@ def test_changes_that_matter_to_training_are_listed() -> None:
         **GIVEN,
         "engine.count": 2,
         "run.max_steps": 7,
-        "record": True,
     }
     assert differing(before, tiny_config(**changed)) == [
         "model.path: builtin:tiny -> /other",

@@ -154,6 +154,12 @@ def test_adapters_that_engines_do_not_serve_are_refused() -> None:
         refused(config, {"architectures": ["DeepseekV3ForCausalLM"]})
 
 
+def test_adapters_as_versions_are_refused_with_an_overlap() -> None:
+    overlap = {"weights.overlap": True, "rollout.max_staleness": 2, "rollout.lead": None}
+    with pytest.raises(ConfigError, match=r"weights\.lora: .*set merged, or set weights\.overlap=false"):
+        tiny_config(**{**overlap, "trainer.lora.rank": 4, "weights.lora": "versions"})
+
+
 def test_all_weights_are_staged_on_gpus_and_adapters_are_merged() -> None:
     config = tiny_config(
         **{"weights.overlap": True, "rollout.max_staleness": 2, "trainer.lora.rank": 4, "weights.lora": "auto"}
