@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, get_args, get_origin
 from unittest import mock
 
 import pytest
@@ -100,7 +100,7 @@ Place = tuple[str, int, str, int]
 class Courier(Extension):
     """A transport with files, which only extensions have."""
 
-    transports = {"courier": OfferedTransport("courier:Sent", by_file=True)}
+    transports: ClassVar = {"courier": OfferedTransport("courier:Sent", by_file=True)}
 
 
 class Recorded(Exception):
