@@ -217,7 +217,7 @@ def test_right_answers_of_a_recording_are_learned(tmp_path: Path, capsys: pytest
     assert main([str(tmp_path / "S"), "--reward", "0.3:", "--rows"]) == 0
     rows = tmp_path / "rows.jsonl"
     rows.write_text(capsys.readouterr().out)
-    own = ["model=tiny", f"task.train_file={rows}", "eval.questions=32", "sft.epochs=6"]
+    own = ["model=tiny", f"task.train_file={rows}", "eval.questions=32", "sft.epochs=3"]
     float32 = ["trainer.dtype=float32", "trainer.optimizer.lr=1e-3"]
     losses = run(tmp_path / "B", *own, *float32, experiment="warmup")
     assert losses[-1]["sft/held_out"] < losses[0]["sft/held_out/before"]
