@@ -614,3 +614,11 @@ def test_pool_of_an_engine_holds_all_adapters_and_the_base() -> None:
     config = tiny_config(**{"rollout.max_staleness": 3, "eval.questions": 0})
     assert resident_adapters(config) == 5
     assert resident_adapters(tiny_config(**{"rollout.max_staleness": 3})) == 6
+
+
+def test_no_version_is_written_through_a_link_of_somebody_else(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(WeightsError, match=r"set another weights\.folder"):
+        AdapterFolder("v1", tmp_path / "link", {}, {})
+    assert list((tmp_path / "elsewhere").iterdir()) == []
