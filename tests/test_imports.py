@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import asyncrl
-from scripts.core import needs
+from scripts.core import KEPT, MORE, needs
 
 PACKAGE = Path(asyncrl.__file__).parent
 EXTENSIONS = PACKAGE / "extensions"
@@ -217,6 +217,16 @@ def test_the_core_imports_neither_recipes_nor_extensions() -> None:
         assert not any(name.startswith("asyncrl.extensions") for name in names), file
         named = [name for name in FOLDERS if re.search(rf"extensions[./]{name}\b", file.read_text())]
         assert file.stem == "removed" or not named, f"{file} names an extension: {named}"
+
+
+def test_modules_of_tests_of_the_core_import_no_extension() -> None:
+    tests = Path(__file__).parent
+    files = [file for folder in (*MORE, "config", "launch", "tasks") for file in (tests / folder).rglob("*.py")]
+    assert len(files) > 100
+    for file in files:
+        outside = ast.Module([node for node in parsed(file).body if not isinstance(node, ast.FunctionDef)], [])
+        names = [name.split(".") for name in imported(outside) if name.startswith("asyncrl.extensions.")]
+        assert {parts[2] for parts in names} <= KEPT, file
 
 
 @pytest.mark.parametrize("file", EXTENSION_FILES[1:], ids=lambda file: str(file.relative_to(EXTENSIONS)))
