@@ -239,4 +239,4 @@ def test_impure_reward_is_refused_and_closing_closes_it() -> None:
     reward = Fixed(1.0)
     asyncio.run(CachedReward(reward).close())
     assert reward.closed
-    assert build("cached", {"reward": {"use": "math"}, "size": 10}).pure
+    assert build("cached", {"reward": {"use": "exact"}, "size": 10}).pure
