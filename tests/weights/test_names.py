@@ -239,8 +239,7 @@ def test_tables_name_each_tensor_of_transformers_once(architecture: str, tmp_pat
         sizes = {"vocab": 9, "hidden": 16, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate": 8}
         folder = tmp_path / str(number)
         if family.tower:
-            from asyncrl.extensions.vision import tiny as tiny_vision
-
+            tiny_vision = pytest.importorskip("asyncrl.extensions.vision.tiny")
             tiny_vision.write(folder, kind, **fields)
         else:
             write_random_model(folder, kind, **sizes, tied=False, seed=0, dtype="float32", fields=dict(fields))

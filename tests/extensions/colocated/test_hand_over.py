@@ -17,7 +17,6 @@ from torch import Tensor
 from asyncrl.engine.fleet import Fleet
 from asyncrl.errors import DeadlineExceeded, EngineError
 from asyncrl.extensions.colocated.hand_over import HandOver
-from asyncrl.extensions.files.transport import DiskTransport
 from asyncrl.models import catalog
 from asyncrl.network.addresses import TRAINING, Access
 from asyncrl.parallel import EngineParallel, Parallel
@@ -27,6 +26,7 @@ from tests.engine.scrambling import ScramblingEngine
 from tests.fakes import tiny_config
 from tests.integration.publisher import ALONE, FakeRollout, SeededWeights
 
+files = pytest.importorskip("asyncrl.extensions.files.transport")
 MODEL = "builtin:tiny"
 START_SECONDS, CALL_SECONDS = 60.0, 60.0
 TURN = [
@@ -65,7 +65,7 @@ class Rig:
         self.publisher = Publisher(
             Parallel(**ALONE),
             self.hand_over,
-            DiskTransport(self.fleet, self.folder / "weights", 0),
+            files.DiskTransport(self.fleet, self.folder / "weights", 0),
             Outgoing(
                 self.weights,  # type: ignore[arg-type]
                 lambda: ExpectedChecksums(hf, EngineParallel(), dtype=torch.float32),

@@ -20,7 +20,6 @@ from asyncrl.extensions.convert.adapters import PeftFolder
 from asyncrl.extensions.convert.cli import main
 from asyncrl.extensions.lora.peft import write_peft
 from asyncrl.extensions.lora.peft_config import parsed, user_config
-from asyncrl.extensions.vision import tiny as tiny_vision
 from asyncrl.models.families import of_type
 from asyncrl.weights.folder import HFFolder
 from tests.extensions.convert.models import changed, described, refused, rewritten
@@ -106,6 +105,7 @@ def test_a_pattern_that_backtracks_forever_is_refused(llama: Path, monkeypatch: 
 
 def test_stacked_adapters_of_a_model_that_sees_are_merged(tmp_path: Path) -> None:
     """Those of Qwen3-VL-MoE, whose vision tower keeps its bytes."""
+    tiny_vision = pytest.importorskip("asyncrl.extensions.vision.tiny")
     model, out = tmp_path / "hf", tmp_path / "merged"
     tiny_vision.write(model, "qwen3_vl_moe", spread=0.15)
     as_published(model, "qwen3_vl_moe")
@@ -254,6 +254,8 @@ def test_all_weights_of_a_runs_checkpoint_need_only_its_folder(llama: Path, tmp_
 def test_weights_are_made_of_the_base_of_the_run_alone(
     trouble: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if trouble == "quantized base":
+        pytest.importorskip("asyncrl.extensions.qlora")
     checkpoint = checkpoint_of(llama, tmp_path / "00000004", base="nf4" if trouble == "quantized base" else "none")
     said = {"other base": "with the hash", "quantized base": "base in nf4: use to-peft", "no manifest": "manifest.json"}
     if trouble == "other base":

@@ -35,6 +35,7 @@ def test_explained_variance_is_one_if_right_zero_if_constant() -> None:
 
 
 def test_a_critic_does_not_read_images_with_a_tower_of_its_own() -> None:
+    pytest.importorskip("asyncrl.extensions.vision")
     config = tiny_config(**{"critic.path": "/other"})
     launch = CriticExtension((config.model_extra or {})["critic"]).launch()
     (refused,) = launch.check_model(config, {"architectures": ["Qwen3VLForConditionalGeneration"]}, 0)

@@ -106,6 +106,7 @@ def test_wrong_teacher_is_refused_once_both_models_are_known(tmp_path: Path) -> 
 
 
 def test_teacher_of_a_model_that_sees_is_refused() -> None:
+    pytest.importorskip("asyncrl.extensions.vision")
     text = {**HF, "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 2, "num_hidden_layers": 4}
     seeing = {**text, "architectures": ["Qwen3VLForConditionalGeneration"], "vision_config": {"patch_size": 16}}
     config = tiny_config(**{"teacher.model": "/teacher"})

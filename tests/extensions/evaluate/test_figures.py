@@ -22,7 +22,6 @@ from asyncrl.extensions.evaluate.figures import (
     majority,
     values,
 )
-from asyncrl.extensions.view.inspection.cli import main
 
 
 def answer(correct: bool, text: str = "", reward: float | None = None) -> dict[str, Any]:
@@ -153,6 +152,7 @@ def results(folder: Path, questions: list[dict[str, Any]], name: str = "sums") -
 
 
 def test_command_compares_the_questions_that_both_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = pytest.importorskip("asyncrl.extensions.view.inspection.cli").main
     a = results(tmp_path / "a", [question(str(number), False, [False, True]) for number in range(30)])
     b = results(tmp_path / "b", [question(str(number), True, [True, True]) for number in range(10, 50)])
     assert main([str(a), str(b), "--compare"]) == 0
@@ -174,5 +174,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "run").mkdir()
     with pytest.raises(RecordError, match="no results of an evaluation: run asyncrl-train mode=evaluate"):
         list(compared(a, tmp_path / "run", as_json=False))
+    main = pytest.importorskip("asyncrl.extensions.view.inspection.cli").main
     assert main([str(a), str(other)]) == 1
     assert "go together" in capsys.readouterr().err

@@ -15,7 +15,6 @@ from asyncrl.extensions.observe import perfetto
 from asyncrl.extensions.observe.spans import Span, TraceBuilder, run_prefix, trace_id, traceparent
 from asyncrl.extensions.timelines import files
 from asyncrl.extensions.timelines.files import EngineSpan, Started
-from asyncrl.extensions.view.inspection import cli
 from asyncrl.observability.intervals import DECODE, ENGINE, PREFILL, QUEUED, RETRY, TOOL, Activity, Interval, request
 from asyncrl.observability.timeline import BatchTimeline, EpisodeTimeline, GroupTimeline, ProcessSpan, PublishTimeline
 
@@ -136,6 +135,7 @@ def test_events_of_a_track_nest_whatever_overlaps(
 
 
 def test_command_writes_what_every_process_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli = pytest.importorskip("asyncrl.extensions.view.inspection.cli")
     rollout, trainer = files.writer(tmp_path, "rollout"), files.writer(tmp_path, "trainer 0")
     rollout.write(Started(RUN, 0.0))
     rollout.write(group([Interval(TOOL, 2.0, 3.0, "search")]))

@@ -11,11 +11,11 @@ import torch
 
 from asyncrl import lookup
 from asyncrl.errors import ConfigError
-from asyncrl.extensions.plan.settings import training_of
 from tests.fakes import tiny_config
 
 
 def test_a_gpu_holds_the_activations_of_two_layers() -> None:
+    training_of = pytest.importorskip("asyncrl.extensions.plan.settings").training_of
     with_offload, without = (tiny_config(**{"offload.activations": on}) for on in (True, False))
     assert [training_of(with_offload, gpu=gpu).layers_held for gpu in (True, False)] == [2, float("inf")]
     assert training_of(without, gpu=True).layers_held == float("inf")

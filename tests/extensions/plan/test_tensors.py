@@ -12,7 +12,6 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.plan.shapes import tower_parameters
 from asyncrl.extensions.plan.tensors import tensors
-from asyncrl.extensions.vision import tiny as tiny_vision
 from asyncrl.launch.checks.model_files import read_model
 from asyncrl.models.architectures import flat
 from asyncrl.models.families import known_families, of_type
@@ -67,6 +66,7 @@ def test_known_models_have_the_published_parameters(name: str) -> None:
 def test_number_of_a_towers_parameters_follows_from_the_config(arch: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
+    tiny_vision = pytest.importorskip("asyncrl.extensions.vision.tiny")
     tiny_vision.write(tmp_path / "model", arch)
     hf = flat(json.loads((tmp_path / "model" / "config.json").read_text()))
     tower = of_type(arch).tower

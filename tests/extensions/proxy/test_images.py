@@ -19,7 +19,6 @@ from asyncrl.agents.template import ChatTemplate
 from asyncrl.extensions.proxy.agents import _question
 from asyncrl.extensions.proxy.messages import ApiError
 from asyncrl.extensions.proxy.session import ProxySession, ProxyStats
-from asyncrl.extensions.vision.reader import Vision, vision_of
 from asyncrl.images import ImageReader, image_name
 from asyncrl.models.architectures import flat
 from asyncrl.models.catalog import resolve
@@ -28,6 +27,7 @@ from asyncrl.rollout.parts import load_tokenizer
 from asyncrl.schema import Completion, Prompt, VersionSpan
 from tests.fakes import FakeEngine, pieces, stream, tiny_config
 
+reader = pytest.importorskip("asyncrl.extensions.vision.reader")
 EOS = 42
 
 
@@ -37,9 +37,9 @@ def model() -> Path:
 
 
 @pytest.fixture
-def vision(model: Path) -> Iterator[Vision]:
+def vision(model: Path) -> Iterator[Any]:
     hf = flat(json.loads((model / "config.json").read_text()))
-    found = vision_of(tiny_config(), model, hf)
+    found = reader.vision_of(tiny_config(), model, hf)
     yield found
     found.decoder.close()
 
@@ -63,7 +63,7 @@ def user(*parts: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def session(model: Path, vision: Vision | None, engine: FakeEngine) -> AsyncIterator[ProxySession]:
+async def session(model: Path, vision: Any, engine: FakeEngine) -> AsyncIterator[ProxySession]:
     client = engine.client(images=vision or ImageReader(), stop_token_ids=[EOS])
     template = ChatTemplate(load_tokenizer(model, None))
     episode = Episode(client.generate(), EpisodeTimeouts(60.0, 60.0, None), template)
@@ -83,7 +83,7 @@ def engine_of() -> FakeEngine:
     return FakeEngine(answer)
 
 
-def test_a_chat_with_images_continues_with_exactly_those(model: Path, vision: Vision) -> None:
+def test_a_chat_with_images_continues_with_exactly_those(model: Path, vision: Any) -> None:
     engine = engine_of()
 
     async def main() -> None:
@@ -128,7 +128,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_non_image_is_answered_with_400_before_engines(model: Path, vision: Vision, name: str) -> None:
+def test_non_image_is_answered_with_400_before_engines(model: Path, vision: Any, name: str) -> None:
     engine = engine_of()
     given, why = REFUSED[name]
 
@@ -152,7 +152,7 @@ def test_a_text_model_answers_images_with_400(model: Path) -> None:
     asyncio.run(main())
 
 
-def test_programs_get_the_questions_images_as_data_urls(model: Path, vision: Vision) -> None:
+def test_programs_get_the_questions_images_as_data_urls(model: Path, vision: Any) -> None:
     """Sent back to the proxy, they are the images of the prompt, and the episode continues it."""
     ready = vision.decoder.begin(png(1)).result()
     messages = [user({"type": "image", "image": png(1)}, {"type": "text", "text": "a"})]

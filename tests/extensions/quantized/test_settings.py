@@ -11,7 +11,6 @@ import pytest
 from asyncrl import lookup
 from asyncrl.config import Config, load, under_new_names
 from asyncrl.errors import ConfigError
-from asyncrl.extensions.lora.choice import choose_lora
 from asyncrl.extensions.quantized.fits import FIELD
 from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.resume import differing
@@ -140,6 +139,7 @@ def test_engines_with_codes_start_with_random_ones() -> None:
 
 
 def test_adapters_are_merged_where_engines_hold_codes() -> None:
+    choose_lora = pytest.importorskip("asyncrl.extensions.lora.choice").choose_lora
     for kind, way in (("int8", "merged"), ("int8_simulated", "versions")):
         config = tiny_config(**{FIELD: kind, "engine.dtype": "bfloat16", "trainer.lora.rank": 4})
         assert choose_lora(config, LLAMA, 8)[0].weights.lora == way

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from asyncrl.algo.advantage import ADVANTAGES, EPSILON, whiten
 from asyncrl.algo.table import LossRows
 from asyncrl.errors import ConfigError
-from asyncrl.extensions.critic.value import gae_raw
 from asyncrl.extensions.turns.advantage import depths
 from asyncrl.launch.help import algorithms
 from asyncrl.schema import Completion, Trajectory, Turn, VersionSpan
@@ -78,6 +77,7 @@ def test_episodes_meeting_at_the_prompt_go_turn_by_turn() -> None:
 
 
 def test_generalised_advantages_look_at_all_ways() -> None:
+    gae_raw = pytest.importorskip("asyncrl.extensions.critic.value").gae_raw
     table = replace(table_of(TREE, PLAIN), values=numbers([1, 2, 3, 4, 5]))
     # errors 1 + (2 + 3) / 2 - 1, 2 - 2, 4 + 4 - 3, 8 - 4, 5 - 5
     expected = [2.5 + (0.0 + 7.0) / 4, 0.0, 5 + 2.0, 4.0, 0.0]

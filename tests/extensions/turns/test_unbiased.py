@@ -16,7 +16,6 @@ from torch import Tensor
 from asyncrl.algo.advantage import ADVANTAGES, group_sum
 from asyncrl.algo.table import TokenTable
 from asyncrl.algo.turns import TurnTable
-from asyncrl.extensions.critic.value import gae_raw
 from asyncrl.extensions.turns.advantage import depths
 from tests.algo.decisions import Groups, groups, world
 from tests.algo.tables import advantage
@@ -65,6 +64,7 @@ def test_centring_takes_only_its_part_of_the_gradient(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_gae_of_whole_returns_is_unbiased_for_any_critic(case: str) -> None:
+    gae_raw = pytest.importorskip("asyncrl.extensions.critic.value").gae_raw
     of = CASES[case]()
     context = of.scores.abs().sum(2).argmax(1)
     table = replace(of.table, values=torch.sin(context.double()))
