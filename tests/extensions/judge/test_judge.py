@@ -363,7 +363,7 @@ def test_wrong_rubrics_are_named(params: dict[str, Any], field: str) -> None:
 
 def test_rubric_without_judged_criteria_is_its_rewards() -> None:
     rubric = RubricReward([{"use": "exact"}, {"use": "contains", "weight": 3.0}])
-    assert (rubric.inline, rubric.pure) == (False, True)
+    assert (rubric.inline, rubric.pure) == (True, True)
     result = rubric(ask("It is 4."))
     assert isinstance(result, Score)
     assert result.reward == 0.75
