@@ -41,6 +41,7 @@ def test_players_are_like_rollouts_but_may_restart() -> None:
 
 
 def test_players_spread_over_rollout_and_engine_machines() -> None:
+    pytest.importorskip("asyncrl.extensions.slurm")
     slurm = {"cluster.launcher": "slurm", "cluster.nodes": 4, "cluster.gpus": 4, "cluster.host": None}
     shape = {"trainer.data_parallel": 4, "engine.count": 8, "cluster.cpu_nodes": 1}
     specs, url = planned(5, 4, 4, **slurm, **shape)
