@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from asyncrl import lookup
 from asyncrl.launch.placement import imagined, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
