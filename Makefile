@@ -58,7 +58,7 @@ test-all: tools te-stub peers history  ## everything that is deterministic (AGEN
 nightly: tools  ## the tests of test-all that test does not have; PART=2/6 is one part of them, by file
 	ASYNCRL_PART=$(PART) $(SESSION) -m "$(FREE) and nightly"
 
-core: setup bubblewrap  ## what is left where extensions are deleted: all of them, then several at a time (ARGS="NAME ...")
+core: setup bubblewrap  ## what is left where extensions are deleted (ARGS="NAME ..." for some)
 	$(BIN)/python scripts/core.py $(ARGS)
 
 unit: setup  ## the tests that start nothing
