@@ -213,14 +213,15 @@ ADAPTERS = {"trainer.lora.rank": 4, "weights.lora": "versions"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "remedy"),
+    ("changes", "remedy", "other"),
     [
-        ({"weights.overlap": True}, "set another, or set weights.overlap=false"),
-        (COLOCATED, "set auto, tensor or disk"),
-        (ADAPTERS, "set auto, tensor or disk"),
+        ({"weights.overlap": True}, "set another, or set weights.overlap=false", "delta"),
+        (COLOCATED, "set auto, tensor or disk", "colocated"),
+        (ADAPTERS, "set auto, tensor or disk", "lora"),
     ],
 )
-def test_runs_in_which_a_delta_applies_to_nothing_are_refused(changes: dict[str, Any], remedy: str) -> None:
+def test_runs_in_which_a_delta_applies_to_nothing_are_refused(changes: dict[str, Any], remedy: str, other: str) -> None:
+    pytest.importorskip(f"asyncrl.extensions.{other}")
     with pytest.raises(ConfigError, match=remedy) as refused:
         tiny_config(**changes, **{"weights.transport": "delta"})
     assert (refused.value.field, refused.value.value) == ("weights.transport", "delta")
