@@ -30,7 +30,6 @@ from asyncrl.extensions.plan.settings import layout_of, served_adapters, told_of
 from asyncrl.extensions.plan.shapes import Shape, shape_of
 from asyncrl.extensions.plan.sizing import Balance, FleetSpec, Hardware, Publish
 from asyncrl.extensions.plan.tensors import Weight, tensors
-from asyncrl.extensions.slurm.submit import nodes_wanted
 from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.compose import find_further_confs
 from asyncrl.launch.main import CONF
@@ -226,6 +225,8 @@ def _composed(*overrides: str) -> Any:
 
 def size(config: Config, hf: dict[str, Any]) -> Sized:
     """Return the size of a run. Raises ConfigError if the configuration does not fit the model or the machines."""
+    from asyncrl.extensions.slurm.submit import nodes_wanted  # which may be deleted, as other parts of this need it not
+
     check_model(config, hf, HARDWARE.per_machine)
     config, _ = choose_lora(config, hf, HARDWARE.per_machine)
     each = config.cluster.gpus or HARDWARE.per_machine

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import itertools
 import json
+import os
 import re
 import time
 from collections import Counter
@@ -165,8 +166,36 @@ JOB: dict[str, Any] = {"extensions": {"clusters": "tests.fakes:Clusters"}, "clus
 
 
 def tiny_config(**changes: Any) -> Config:
-    """The same, validated."""
+    """The same, validated. Tests of an extension are skipped where these settings need another that is deleted."""
+    if os.environ.get("PYTEST_CURRENT_TEST", "").startswith("tests/extensions/"):
+        import pytest  # which machines of the GPU benchmark need not have
+
+        for missing in (name for name in _needed(changes) if not (EXTENSIONS / name).exists()):
+            pytest.skip(f"the extension {missing} is not there")
     return configuration.load(tiny_values(**changes))
+
+
+OFFERED: dict[str, dict[Any, str]] = {
+    "weights.transport": {"disk": "files", "delta": "delta"},
+    "cluster.placement": {"colocated": "colocated"},
+    "algo.advantage": {"gae": "critic"},
+    "record": {True: "recording"},
+}
+"""Extensions by what they make of a setting of the core."""
+EXTENSIONS = Path(configuration.__file__).parents[1] / "extensions"
+
+
+def _needed(changes: dict[str, Any]) -> Iterator[str]:
+    """Yield the extensions that these settings need."""
+    index = (EXTENSIONS / "README.md").read_text()
+    for field, value in changes.items():
+        section = field.partition(".")[0]
+        if f"]({section}/README.md)" in index:
+            yield section
+        if field == "trainer.lora.rank" and value:
+            yield "lora"
+        if isinstance(value, (str, bool)) and value in OFFERED.get(field, {}):
+            yield OFFERED[field][value]
 
 
 class ScorerConfig(AuxiliaryModelConfig):

@@ -80,8 +80,6 @@ def test_only_training_takes_turns() -> None:
     ],
 )
 def test_what_cannot_be_placed_in_turns_is_refused(changes: dict[str, Any], remedy: str) -> None:
-    if "trainer.lora.rank" in changes:
-        pytest.importorskip("asyncrl.extensions.lora")
     tiny_config(**{**COLOCATED, "cluster.placement": "separate", **changes})
     with pytest.raises(ConfigError, match=remedy) as refused:
         colocated(**changes)

@@ -375,6 +375,8 @@ def test_checkpoint_takes_twelve_bytes_per_parameter() -> None:
 
 
 def test_vision_tower_is_on_the_first_stage() -> None:
+    pytest.importorskip("asyncrl.extensions.vision")
+
     def stages(training: Training, tower: int = 1000) -> list[dict[str, int]]:
         layout = ParallelLayout(tensor=2, pipeline=2)
         return [_stage(model(), replace(SHAPE, tower=tower), layout, training, stage) for stage in (0, 1)]
@@ -391,6 +393,7 @@ def test_vision_tower_is_on_the_first_stage() -> None:
 
 
 def test_what_nobody_loads_is_not_counted() -> None:
+    pytest.importorskip("asyncrl.extensions.vision")
     extra = [
         Weight("visual.patch_embed.proj.weight", (8, 3, 2, 14, 14)),
         Weight("model.layers.4.eh_proj.weight", (8, 16)),

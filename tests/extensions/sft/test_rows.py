@@ -298,6 +298,7 @@ def test_rows_are_conversations_or_pairs(tmp_path: Path) -> None:
 def test_pairs_have_settable_names_and_datasets_splits(tmp_path: Path) -> None:
     own = rows_of(tmp_path / "own.jsonl", [{"q": "1", "a": "2"}], prompt_key="q", answer_key="a")
     assert own.conversation(0)[0][-1]["content"] == "2"
+    pytest.importorskip("asyncrl.extensions.datasets")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train-00000.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     changes = {"train_file": None, "dataset": str(tmp_path / "set"), "train_split": "train"}
