@@ -26,6 +26,8 @@ from asyncrl.models import catalog
 from scripts import sizes
 from tests.fakes import tiny_config
 
+pytest.importorskip("asyncrl.extensions.slurm")  # the plans here are of its jobs
+
 H100, H200 = ("NVIDIA H100 80GB HBM3", 81_559), ("NVIDIA H200", 143_771)
 SPEEDS = {"bfloat16": 1e9, "float32": 5e10}
 

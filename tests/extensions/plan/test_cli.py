@@ -12,6 +12,8 @@ from asyncrl import config
 from asyncrl.extensions.plan.cli import main
 from scripts import sizes
 
+pytest.importorskip("asyncrl.extensions.slurm")  # the plans here are of its jobs
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:

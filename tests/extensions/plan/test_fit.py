@@ -33,6 +33,8 @@ from asyncrl.observability.intervals import DECODE, PREFILL, RETRY, TOOL, Interv
 from asyncrl.observability.timeline import EpisodeTimeline, GroupTimeline
 from scripts import sizes
 
+pytest.importorskip("asyncrl.extensions.slurm")  # the plans here are of its jobs
+
 SHAPE = EngineShape(0.02, 0.001, 64)
 LENGTHS = Lengths(300, 0.8, 4096, 8, alike=0.5)
 GROUPS, RATE, FIXED, PAUSE, TOOL_SECONDS = 240, 500.0, 2.0, 0.7, 3.0
