@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from asyncrl import lookup
 from asyncrl.extensions.view.watch.anatomy import Straggler
 
 Row = Mapping[str, Any]
@@ -295,13 +296,14 @@ def zero_signal(evidence: Evidence) -> Advice | None:
             ("task.reward", "rollout.max_new_tokens", "task.weight"),
             figures,
         )
+    of_an_extension = ("curriculum.function",) if "curriculum" in lookup.shipped() else ()
     return Advice(
         "zero_signal",
         "warning",
         f"{1 - signal:.0%} of the groups teach nothing",
         f"All rewards of such a group are equal: most questions are too {'easy' if solved else 'hard'}. "
         "Reject these groups, mix in other tasks, or draw more answers to a question.",
-        ("rollout.accept", "curriculum.function", "rollout.group_size", "task.weight"),
+        ("rollout.accept", *of_an_extension, "rollout.group_size", "task.weight"),
         figures,
     )
 
