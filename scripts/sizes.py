@@ -225,7 +225,7 @@ def _composed(*overrides: str) -> Any:
 
 def size(config: Config, hf: dict[str, Any]) -> Sized:
     """Return the size of a run. Raises ConfigError if the configuration does not fit the model or the machines."""
-    from asyncrl.extensions.slurm.submit import nodes_wanted  # which may be deleted, as other parts of this need it not
+    from asyncrl.extensions.slurm.submit import nodes_wanted  # here, since the rest works without it
 
     check_model(config, hf, HARDWARE.per_machine)
     config, _ = choose_lora(config, hf, HARDWARE.per_machine)
