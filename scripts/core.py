@@ -32,7 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 EXTENSIONS = Path("asyncrl/extensions")
 KEPT = {"cpu"}
 """What a machine without GPUs needs for any run."""
-FREE = "not campaign and not gpu and not multi_gpu and not integration and not nightly"
+FREE_ALONE = "not campaign and not gpu and not multi_gpu and not nightly"
+FREE = f"{FREE_ALONE} and not integration"
 SOME = ["tests/config", "tests/launch", "tests/recipes", "tests/tasks", "tests/test_extension.py", "tests/extensions"]
 MORE = ["algo", "agents", "checkpoints", "engine", "envs", "metrics", "network", "observability"]
 MORE += ["rewards", "rollout", "trainer", "weights"]
@@ -95,7 +96,7 @@ def check(gone: list[str], *, rules: list[str], tests: list[str], run: bool = Tr
         tests = [path for path in tests if (tree / path).exists()]
         commands = [
             [*pytest, "-m", "structure", *rules] if rules else [],
-            [*pytest, "-m", f"{FREE} and not structure", *tests] if tests else [],
+            [*pytest, "-m", f"{FREE} and not structure" if rules else FREE_ALONE, *tests] if tests else [],
             [sys.executable, "-m", "asyncrl.launch.main", *RUN] if run else [],
         ]
         environment = {**os.environ, "PYTHONPATH": folder}
