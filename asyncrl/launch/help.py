@@ -8,6 +8,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -138,6 +139,7 @@ def extensions() -> list[str]:
     return [name for folder in sorted(EXTENSIONS.glob("*/")) for name in _settings(folder)]
 
 
+@cache
 def sections() -> list[FieldGroup]:
     """Return all settings, from the sources of asyncrl/config and of its extensions."""
     classes = _classes(CONFIG)
@@ -150,8 +152,8 @@ def sections() -> list[FieldGroup]:
         else:
             found.append(FieldGroup("", "", [Field(name, _readable(kind), _in_one_line(meanings[name]))]))
     for folder in sorted(EXTENSIONS.glob("*/")):
-        own = classes | _classes(folder)
-        for name, kind in _settings(folder).items():
+        own = classes | _classes(folder) if (settings := _settings(folder)) else {}
+        for name, kind in settings.items():
             meaning = _in_one_line(ast.get_docstring(own[kind]) or "")
             found.append(FieldGroup(name, meaning, list(_below(own, own[kind], name))))
     return found
