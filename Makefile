@@ -46,7 +46,7 @@ PYTEST := $(BIN)/pytest -q --durations=10
 # By file, since the tests of a file share what they start; unit tests fill the waits of runs.
 SESSION := $(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder tests
 
-test: tools  ## what a newcomer and CI run: every claim once, all unit tests; 10 minutes on 2 cores
+test: tools  ## what a newcomer and CI run: the claims of the core once, all unit tests
 	$(SESSION) -m "$(FREE) and not nightly"
 
 test-all: tools te-stub peers history  ## everything that is deterministic (AGENTS.md)
@@ -55,7 +55,7 @@ test-all: tools te-stub peers history  ## everything that is deterministic (AGEN
 	  $(BIN)/python $$script --quick > .venv/bench.txt; cat .venv/bench.txt; \
 	  tail -n 1 .venv/bench.txt | $(BIN)/python -c "import json, sys; json.load(sys.stdin)['machine']"; done
 
-nightly: tools  ## the tests of test-all that test does not have; PART=2/6 is one part of them, by file
+nightly: tools  ## the tests of test-all that test does not have; PART=2/3 is one part of them, by file
 	ASYNCRL_PART=$(PART) $(SESSION) -m "$(FREE) and nightly"
 
 core: setup bubblewrap  ## what is left where extensions are deleted (ARGS="NAME ..." for some)
