@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from asyncrl.schema import Batch, Completion, Group, Prompt, Trajectory
     from asyncrl.trainer.batch_source import BatchSource
     from asyncrl.trainer.microbatches import Groups
-    from asyncrl.trainer.network import Transformation
     from asyncrl.trainer.policy import Policy
     from asyncrl.trainer.publishers import Publishing
+    from asyncrl.trainer.transformation import Transformation
     from asyncrl.weights.checksum import SentWeights
     from asyncrl.weights.publish import StagedPublisher
 

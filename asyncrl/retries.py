@@ -12,6 +12,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from asyncrl.errors import EngineError
+
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
 REST_SECONDS = 5.0
 """Time for which a server that has failed is chosen last."""
@@ -49,3 +51,27 @@ class EquivalentServers:
         self._failed_at[url] = asyncio.get_running_loop().time()
         if failures % len(self.urls) == 0:
             await pause(failures // len(self.urls) - 1)
+
+
+class Patience:
+    """Retries of one streamed answer: exponential backoff until no token has arrived for `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._fruitless = 0
+        self._since: float | None = None  # time of the first retry since a token arrived
+
+    async def before_retry(self, reason: str, *, progressed: bool) -> None:
+        """Wait before the next attempt. Raises EngineError with the reason when no token has arrived for too long."""
+        now = asyncio.get_running_loop().time()
+        if progressed or self._since is None:
+            self._fruitless = 0
+            self._since = now
+        elif now - self._since > self._seconds:
+            raise EngineError(
+                f"no token arrived for {now - self._since:.0f} s in {self._fruitless + 1} attempts; the last one "
+                f"failed: {reason}"
+            )
+        self._fruitless += 1
+        if self._fruitless > 1:
+            await pause(self._fruitless - 2)

@@ -85,7 +85,7 @@ ONLY = {
         *("engine.served", "engine.client", "engine.inflight", "engine.router", "engine.loads"),
         *("engine.session", "engine.stop_strings", "engine.stream"),
     },
-    ("weights", "engine"): {"engine.served", "engine.fleet", "engine.update", "engine.server"},
+    ("weights", "engine"): {"engine.served", "engine.calls", "engine.fleet", "engine.update", "engine.server"},
     ("engine", "observability"): {"observability.intervals"},
     ("launch", "observability"): {"observability.timeline"},
     ("envs", "observability"): {"observability.intervals"},

@@ -68,7 +68,7 @@ def ppo(
     """Return max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)): PPO, arXiv 1707.06347, with clip-higher (DAPO, arXiv
     2503.14476). With `dual_clip` c it is at most -A c for A < 0 (arXiv 1912.09729). With a separate correction this is
     decoupled PPO (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, equation 5)."""
-    return _clipped(importance_ratio(logprobs, rows.proximal), rows, clip_low, clip_high, dual_clip)
+    return clipped(importance_ratio(logprobs, rows.proximal), rows, clip_low, clip_high, dual_clip)
 
 
 @LOSSES.register(LossTraits(per_sequence=True))
@@ -82,25 +82,9 @@ def gspo(
 ) -> Tensor:
     """Return PPO's loss of s = exp(mean over the sequence of log r), the same for all its tokens: GSPO, arXiv
     2507.18071. Its clip range has another scale (section 5.1)."""
-    log_ratio = _sequence_mean(logprobs - rows.proximal, rows)
+    log_ratio = sequence_mean(logprobs - rows.proximal, rows)
     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
-    return _clipped(ratio[rows.sample], rows, clip_low, clip_high, dual_clip)
-
-
-@LOSSES.register(LossTraits(per_sequence=True))
-def gspo_token(
-    logprobs: Tensor,
-    rows: LossRows,
-    *,
-    clip_low: Share = 3e-4,
-    clip_high: NonNegative = 4e-4,
-    dual_clip: AboveOne | None = None,
-) -> Tensor:
-    """Return GSPO's value with the gradient through each token's own probability: GSPO-token, arXiv 2507.18071, section
-    4.3."""
-    log_ratio = _sequence_mean(logprobs.detach() - rows.proximal, rows)
-    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()[rows.sample] * (logprobs - logprobs.detach()).exp()
-    return _clipped(ratio, rows, clip_low, clip_high, dual_clip)
+    return clipped(ratio[rows.sample], rows, clip_low, clip_high, dual_clip)
 
 
 @LOSSES.register()
@@ -126,12 +110,13 @@ def importance_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
     return (logprobs - other).clamp(max=MAX_LOG_RATIO).exp()
 
 
-def _sequence_mean(values: Tensor, rows: LossRows) -> Tensor:
+def sequence_mean(values: Tensor, rows: LossRows) -> Tensor:
     """Return the mean over each sequence, [T] -> [S]; 0 for sequences that are not in this micro-batch."""
     return rows.sum_per_sample(values) / rows.lengths().clamp(min=1)
 
 
-def _clipped(ratio: Tensor, rows: LossRows, low: float, high: float, dual: float | None) -> Tensor:
+def clipped(ratio: Tensor, rows: LossRows, low: float, high: float, dual: float | None) -> Tensor:
+    """Return PPO's clipped loss of these ratios, [T]."""
     advantage = rows.advantages
     loss = (-advantage * ratio).maximum(-advantage * ratio.clamp(1.0 - low, 1.0 + high))
     return loss if dual is None else loss.minimum(-advantage * dual).where(advantage < 0, loss)

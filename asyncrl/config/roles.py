@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from asyncrl.errors import ConfigError
 from asyncrl.schema import POLICY
 from asyncrl.settings import Count, Name, Section
 
@@ -14,16 +13,6 @@ class PastConfig(Section):
     """Keep the versions that are multiples of this number. Version 0 is one of them."""
     keep: Count
     """Draw among this many of the newest versions that are kept."""
-
-    def drawn(self, version: int) -> list[int]:
-        """Return the versions among which an episode that was admitted at this version draws."""
-        newest = version - version % self.every
-        return list(range(max(0, newest - (self.keep - 1) * self.every), newest + 1, self.every))
-
-    def needed(self, version: int, max_staleness: int) -> list[int]:
-        """Return the versions that running episodes may have drawn, which were admitted at most `max_staleness`
-        versions ago."""
-        return list(range(self.drawn(max(0, version - max_staleness))[0], version + 1, self.every))
 
 
 class RoleConfig(Section):
@@ -58,12 +47,3 @@ class AgentsConfig(Section):
         """Return whether engines must serve every version as adapters: merged weights are those of one adapter, and of
         the newest version."""
         return self.adapters != (POLICY,) or bool(self.past)
-
-    def adapter_of(self, role: str) -> str:
-        """Return the adapter of a role. Raises ConfigError if it has none."""
-        if role in self.roles:
-            return self.roles[role].adapter
-        if POLICY not in self.adapters:
-            remedy = f"The agent plays the role {role!r}, which has no adapter: set +agents.roles.NAME.adapter=ADAPTER."
-            raise ConfigError("agents.roles", sorted(self.roles), remedy)
-        return POLICY

@@ -28,7 +28,7 @@ from asyncrl.errors import AsyncRLError, EngineError, PromptRefused
 from asyncrl.extension import PlayerHooks
 from asyncrl.images import ImageReader, images_in
 from asyncrl.observability.intervals import RETRY
-from asyncrl.retries import pause
+from asyncrl.retries import Patience
 from asyncrl.schema import Completion, Exchange, Message
 
 RESERVED = 7
@@ -324,7 +324,7 @@ class GenerationClient:
 
     async def _finish(self, request: Request) -> None:
         """Complete an answer, after requesting continuations until nothing is missing."""
-        patience = _Patience(self._settings.retry_timeout)
+        patience = Patience(self._settings.retry_timeout)
         part = self._ended_part(request)
         while reason := part.cut:
             if part.broken and request.pinned is None:
@@ -369,27 +369,3 @@ class GenerationClient:
 def _left_alone(futures: list[asyncio.Future[Completion]]) -> bool:
     """Return whether no future is pending and at least one was cancelled."""
     return all(future.done() for future in futures) and any(future.cancelled() for future in futures)
-
-
-class _Patience:
-    """Retry policy of one answer: exponential backoff until no token has arrived for `seconds`."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._fruitless = 0
-        self._since: float | None = None  # time of the first retry since a token arrived
-
-    async def before_retry(self, reason: str, *, progressed: bool) -> None:
-        """Wait before the next attempt. Raises EngineError with the reason when no token has arrived for too long."""
-        now = asyncio.get_running_loop().time()
-        if progressed or self._since is None:
-            self._fruitless = 0
-            self._since = now
-        elif now - self._since > self._seconds:
-            raise EngineError(
-                f"no token arrived for {now - self._since:.0f} s in {self._fruitless + 1} attempts; the last one "
-                f"failed: {reason}"
-            )
-        self._fruitless += 1
-        if self._fruitless > 1:
-            await pause(self._fruitless - 2)

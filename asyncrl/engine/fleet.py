@@ -1,49 +1,29 @@
-"""Client of the engines' control endpoints, which it calls directly because the router answers these paths with 404.
-
-A call goes to all engines at once, is checked for `success`, and has a deadline. An engine that fails a call is lost:
-it is removed from the fleet and from the router, and the others go on. When none is left, the trainer waits for one
-that is restarted, or the error ends the run (cluster.on_engine_death=fail).
-Connections are kept only for the calls of one publish: uvicorn drops idle ones after 5 s, and a dead connection in the
-middle of a publish would cost an engine.
+"""Which engines serve, and which wait for their weights. An engine that fails a call (calls.py) is lost: it is removed
+from the fleet and from the router, and the others go on. When none is left, the trainer waits for one that is
+restarted, or the error ends the run (cluster.on_engine_death=fail).
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-import httpx
 
 from asyncrl import jsonl
 from asyncrl.config import Config
+from asyncrl.engine.calls import EngineCalls
 from asyncrl.engine.registry import Registry
 from asyncrl.engine.router import RouterWorkers
-from asyncrl.errors import AsyncRLError, DeadlineExceeded, EngineError
+from asyncrl.errors import EngineError
 from asyncrl.network.addresses import LOST, Access, Addresses
 
 PROBE_SECONDS = 5.0
 """Deadline of a liveness probe, and of aborting the requests of an engine that has left the fleet."""
-KEPT_SECONDS = 1.0
-"""Seconds for which an idle connection may be reused."""
-
-Answer = dict[str, Any]
-Calls = dict[str, "Future[Answer]"]
 
 
-class CallRefused(EngineError):
-    """An engine answered, but without success. `status` is the HTTP status code."""
-
-    def __init__(self, message: str, status: int) -> None:
-        self.status = status
-        super().__init__(message)
-
-
-class Fleet:
+class Fleet(EngineCalls):
     """The engines of a run as one trainer rank sees them: those that serve and those that wait for their weights.
 
     Only rank 0 has `router` and `register`, and decides which engines serve. Other ranks send weights and report
@@ -65,22 +45,16 @@ class Fleet:
         on_lost: Callable[[str, str, str], None] | None = None,
         selector: str = "all",
     ) -> None:
+        super().__init__(access, timeout)
         self.selector = selector
         self._configured, self._attached = (*urls, *attached), set(attached)
         self.serving, self.joining = list(urls), list(attached)
         self.lost: dict[str, str] = {}
         self.changes = 0  # number of joins and losses: the same URLs may be other processes
-        self.timeout = timeout
         self._router = router
         self._register = register
         self._on_lost = on_lost
         self._incarnations: dict[str, str] = {}  # version label of each engine before it got weights of the run
-        self._http = httpx.Client(
-            **access.http,
-            timeout=timeout,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEPT_SECONDS),
-        )
-        self._pool = ThreadPoolExecutor(max_workers=256, thread_name_prefix="engine-control")
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -99,69 +73,6 @@ class Fleet:
     def incarnation(self, url: str) -> str:
         """Return the label with which an engine's process reported for this run; empty for its first process."""
         return self._incarnations.get(url, "")
-
-    # -- calls ---------------------------------------------------------------------------------------------
-
-    def call(self, path: str, body: Answer | None = None) -> dict[str, Answer]:
-        """POST to every engine, wait for all, and return the answers by engine. Engines that fail are lost."""
-        return self.on_each(lambda url: self.post(url, path, body))
-
-    def on_each(self, step: Callable[[str], Answer], urls: Iterable[str] | None = None) -> dict[str, Answer]:
-        """Run a step for every engine, or for these, at once, and return the answers. Engines whose step fails are
-        lost."""
-        return self.finish(self.begin(step, self.urls if urls is None else urls))
-
-    def begin(self, step: Callable[[str], Answer], urls: Iterable[str]) -> Calls:
-        """Begin a step for each of these engines without waiting."""
-        return {url: self._pool.submit(step, url) for url in urls}
-
-    def start(self, path: str, bodies: Mapping[str, Answer]) -> Calls:
-        """POST a body to each engine without waiting: a broadcast needs its receivers to be running."""
-        return self.begin(lambda url: self.post(url, path, bodies[url]), bodies)
-
-    def finish(self, calls: Calls) -> dict[str, Answer]:
-        """Wait for the calls that `start` began and return the answers. Engines that fail are lost."""
-        answers, problems = self.settle(calls)
-        for url, problem in problems.items():
-            self.lose(url, str(problem))
-        return answers
-
-    def settle(self, calls: Calls) -> tuple[dict[str, Answer], dict[str, AsyncRLError]]:
-        """Wait for the calls that `start` began and return the answers and the errors, both by engine."""
-        answers: dict[str, Answer] = {}
-        problems: dict[str, AsyncRLError] = {}
-        for url, call in calls.items():
-            try:
-                answers[url] = call.result()
-            except (EngineError, DeadlineExceeded) as error:
-                problems[url] = error
-        return answers, problems
-
-    def post(self, url: str, path: str, body: Answer | None = None, timeout: float | None = None) -> Answer:
-        """POST to one engine. Raises EngineError, or CallRefused when the engine answered without success."""
-        return self._checked("POST", url + path, body or {}, timeout)
-
-    def get(self, url: str, path: str, timeout: float | None = None) -> Answer:
-        """GET from one engine. Raises the same errors as `post`."""
-        return self._checked("GET", url + path, None, timeout)
-
-    def _checked(self, method: str, url: str, body: Answer | None = None, timeout: float | None = None) -> Answer:
-        try:
-            response = self._http.request(method, url, json=body, timeout=timeout or self.timeout)
-        except httpx.HTTPError as error:
-            raise EngineError(f"{url}: {type(error).__name__} {error}") from None
-        answer = response.json() if response.headers.get("content-type", "").startswith("application/json") else {}
-        answer = answer if isinstance(answer, dict) else {"": answer}
-        if response.status_code != 200 or answer.get("success") is False:
-            raise CallRefused(f"{url} answered {response.status_code}: {response.text[:500]}", response.status_code)
-        return answer
-
-    def versions(self) -> dict[str, str]:
-        """Return the weight version that each engine serves. Engines that do not report one are lost."""
-        answers = self.on_each(lambda url: self.get(url, "/model_info"))
-        return {url: str(answer.get("weight_version")) for url, answer in answers.items()}
-
-    # -- membership ----------------------------------------------------------------------------------------
 
     def reconcile(self) -> None:
         """Update the fleet: new and restarted engines join, and leaving engines are released.
@@ -280,11 +191,6 @@ class Fleet:
         self.joining = list(joining)
         self.lost = {}
         self.changes = changes
-
-    def close(self) -> None:
-        """Close the connections and stop the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._http.close()
 
 
 def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides: bool) -> Fleet:

@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from asyncrl.engine.fleet import Answer, CallRefused, Fleet
+from asyncrl.engine.calls import Answer, CallRefused
+from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.served import InUse
 from asyncrl.errors import DeadlineExceeded
 

@@ -34,7 +34,6 @@ from asyncrl.network.addresses import MACHINE, PEER_FAILED, STOP, STOPPED  # noq
 from asyncrl.observability.timeline import BatchScores  # noqa: E402
 from asyncrl.progress import Progress, failing  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
-from asyncrl.trainer import checkpoint  # noqa: E402
 from asyncrl.trainer.batch_source import BatchSource, RolloutClient, wait_until_ready  # noqa: E402
 from asyncrl.trainer.checkpoint import Checkpoints, Saving  # noqa: E402
 from asyncrl.trainer.feed import BatchFeed  # noqa: E402
@@ -42,6 +41,7 @@ from asyncrl.trainer.gpu_sharing import share_gpu  # noqa: E402
 from asyncrl.trainer.loop import ASKED, train  # noqa: E402
 from asyncrl.trainer.parallel import host_group  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
+from asyncrl.trainer.policy_state import PolicyState  # noqa: E402
 from asyncrl.trainer.publishers import build_publisher  # noqa: E402
 from asyncrl.trainer.rank import Rank, join  # noqa: E402
 from asyncrl.trainer.recovery import Start, find_start  # noqa: E402
@@ -57,8 +57,9 @@ def main(run_dir: Path) -> None:
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
     sharing = share_gpu(rank, fleet)
     policy = Policy(config, addresses.model, parallel, rank.progress.part)
+    state = PolicyState(policy)
     if config.checkpoint.every:
-        policy.keep_base(run_dir, addresses.resume)
+        state.keep_base(run_dir, addresses.resume)
     client = partial(RolloutClient, addresses.rollout, addresses.access, config.rollout.batch_timeout)
     source = policy.batches(client) or client()
     start = find_start(rank, source, fleet)
@@ -67,11 +68,11 @@ def main(run_dir: Path) -> None:
     publisher, transport = build_publisher(rank, policy, fleet, source, sharing, log, start)
     checkpoints = Checkpoints(
         rank,
-        policy,
+        state,
         counters=lambda: {"stop": stop.counters(), "log": log.counters()},
         snapshot=source.snapshot,
     )
-    _begin(rank, start, policy, publisher, checkpoints, log, stop)
+    _begin(rank, start, publisher, checkpoints, log, stop)
     batches = BatchFeed(
         source if parallel.is_first else None,
         lambda: publisher.idle() and fleet.needs_weights(),
@@ -115,7 +116,6 @@ def _log(rank: Rank, start: Start) -> StepLog:
 def _begin(
     rank: Rank,
     start: Start,
-    policy: Policy,
     publisher: VersionPublisher,
     checkpoints: Checkpoints,
     log: StepLog,
@@ -125,7 +125,7 @@ def _begin(
     have others, or none. The steps before it are read from the run folder."""
     config, version = rank.config, start.version
     if start.checkpoint:
-        counters = checkpoint.load(start.checkpoint, policy)
+        counters = checkpoints.load(start.checkpoint)
         stop.restore(counters["stop"])
         lines = Tail(rank.run_dir / "metrics.jsonl")()
         log.restore(counters["log"], [step for step in lines if step["version"] <= version])

@@ -34,6 +34,7 @@ from asyncrl.network.addresses import times_restarted
 from asyncrl.parallel import from_all, from_first
 from asyncrl.trainer import recovery, sharded
 from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.policy_state import PolicyState
 from asyncrl.trainer.rank import Rank
 from asyncrl.trainer.sharded import StagedCopy
 from asyncrl.weights.publish import VersionPublisher
@@ -51,12 +52,12 @@ class _Work:
 
 
 class Checkpoints:
-    """The checkpoint writer of one rank."""
+    """The checkpoints of one rank: the one that a run resumes, and those that it writes."""
 
     def __init__(
         self,
         rank: Rank,
-        policy: Policy,
+        state: PolicyState,
         *,
         counters: Callable[[], dict[str, Any]],
         snapshot: Callable[[int], bytes],
@@ -67,7 +68,7 @@ class Checkpoints:
         self._settings = rank.config.checkpoint
         self._store = CheckpointStore(rank.run_dir)
         self._parallel = rank.parallel
-        self._policy = policy
+        self._state = state
         self._counters = counters
         self._snapshot = snapshot
         self._staged: dict[str, StagedCopy] = {}
@@ -89,6 +90,26 @@ class Checkpoints:
         """Record that the run resumed from a checkpoint of this version, which needs no other."""
         self._begun = self.last = version
 
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Restore the policy from a checkpoint written under any layout, and return the loop's counters. Raises
+        RecordError, also if it is that of another frozen model."""
+        state = self._state
+        if self._parallel.is_first and (before := manifest.read(folder).base) != state.base_hash:
+            raise RecordError(
+                f"{folder} is of a frozen base with the hash {before}, but the weights in {state.folder} have "
+                f"{state.base_hash}: set model.path to that base"
+            )
+        for name, part in state.sharded().items():
+            part.load(folder / name)
+        try:
+            counters: dict[str, Any] = json.loads((folder / COUNTERS).read_bytes())
+            file = folder / EXTENSIONS
+            states = msgspec.msgpack.decode(file.read_bytes(), type=dict[str, bytes]) if file.exists() else {}
+            state.restore(counters["policy"], states)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RecordError(f"{folder} cannot be read: {type(error).__name__}: {error}") from None
+        return counters
+
     def save(self, version: int) -> None:
         """Start writing a checkpoint, unless checkpoint.every is unset or this version already has one."""
         if not self._settings.every or version == self._begun:
@@ -99,7 +120,7 @@ class Checkpoints:
             self._fail(version, problem)
             return
         work = _Work(version, self._from_rollout_and_loop(version) if self._parallel.is_first else {})
-        for name, part in self._policy.sharded().items():
+        for name, part in self._state.sharded().items():
             self._staged[name].copy(list(part.written()))
         work.thread = threading.Thread(target=self._write, args=(work,), name="checkpoint", daemon=True)
         work.thread.start()
@@ -131,8 +152,8 @@ class Checkpoints:
         """Allocate memory for the copies, and compute how many bytes all ranks will write together, and the hash of the
         base, while the engines start."""
         if self._parallel.is_first:
-            self._base = self._policy.base_hash
-        for name, part in self._policy.sharded().items():
+            self._base = self._state.base_hash
+        for name, part in self._state.sharded().items():
             self._staged[name] = StagedCopy(list(part.written()))
         self._size = sum(from_all(sum(staged.nbytes for staged in self._staged.values()), self._group))
 
@@ -147,9 +168,9 @@ class Checkpoints:
         return None
 
     def _from_rollout_and_loop(self, version: int) -> dict[str, bytes]:
-        counters = {**self._counters(), "policy": self._policy.counters()}
+        counters = {**self._counters(), "policy": self._state.counters()}
         files = {COUNTERS: json.dumps(counters).encode()}
-        if states := self._policy.extension_states():
+        if states := self._state.of_extensions():
             files[EXTENSIONS] = msgspec.msgpack.encode(states)
         rollout = self._snapshot(version)
         return {**files, ROLLOUT: rollout} if rollout else files
@@ -262,23 +283,3 @@ def _reason(error: BaseException) -> str:
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {type(cause).__name__}: {cause}"
     return f"{type(error).__name__}: {error}"
-
-
-def load(folder: Path, policy: Policy) -> dict[str, Any]:
-    """Restore the policy from a checkpoint written under any layout, and return the loop's counters. Raises
-    RecordError, also if it is that of another frozen model."""
-    if policy.parallel.is_first and (before := manifest.read(folder).base) != policy.base_hash:
-        raise RecordError(
-            f"{folder} is of a frozen base with the hash {before}, but the weights in {policy.folder} have "
-            f"{policy.base_hash}: set model.path to that base"
-        )
-    for name, part in policy.sharded().items():
-        part.load(folder / name)
-    try:
-        counters: dict[str, Any] = json.loads((folder / COUNTERS).read_bytes())
-        file = folder / EXTENSIONS
-        states = msgspec.msgpack.decode(file.read_bytes(), type=dict[str, bytes]) if file.exists() else {}
-        policy.restore(counters["policy"], states)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecordError(f"{folder} cannot be read: {type(error).__name__}: {error}") from None
-    return counters

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
@@ -20,18 +20,17 @@ from torch import Tensor
 from asyncrl.algo.pack import Pack
 from asyncrl.config import TrainerConfig
 from asyncrl.parallel import Parallel
-from asyncrl.schema import POLICY
 from asyncrl.trainer import model as megatron
 from asyncrl.trainer import recompute
+from asyncrl.trainer.data_parallel import FastDDP, mark_experts
 from asyncrl.trainer.encoder import Encoder
-from asyncrl.trainer.gradients import collect, gradient_buffer
 from asyncrl.trainer.head import Head
-from asyncrl.trainer.layers import accumulates_by_itself, fp8_weights
+from asyncrl.trainer.layers import fp8_weights
 from asyncrl.trainer.meter import StepMeter
 from asyncrl.trainer.microbatches import Groups, TokenAccumulator, packs_of_rank
 from asyncrl.trainer.operations import costs_of, operations_of
 from asyncrl.trainer.sharding import PlacedTensor, placed
-from asyncrl.weights.export import save_hf
+from asyncrl.trainer.transformation import Transformation
 from asyncrl.weights.layouts import dims_of
 from asyncrl.weights.reshard import Resharder
 
@@ -40,85 +39,6 @@ AroundForward = Callable[[GPTModel, Pack, bool], AbstractContextManager[Callable
 the pass, and again before each part of it that is recomputed."""
 Visit = Callable[[Head, Pack], Tensor]
 """Callback that the last stage runs on each pack. It returns the loss, or any tensor in a pass without gradient."""
-
-
-class FastDDP(DistributedDataParallel):
-    """DistributedDataParallel that copies the first gradient of a step into the float32 buffer. Megatron fills the
-    buffer with zeros and adds: three passes over all gradients instead of one. Code that adds to a buffer itself must
-    call `gradient_buffer`. TransformerEngine's layers do not, so the buffers are filled with zeros for them."""
-
-    reduces = True
-    """Whether backward starts the reduction of the gradients, with overlap_grad_reduce. Of several passes that
-    accumulate one gradient, only the last may."""
-
-    def zero_grad_buffer(self) -> None:
-        """Mark the buffers as stale. Those that get no gradient during the step are zeroed after its passes."""
-        fused = accumulates_by_itself(self.module)
-        for parameter in self.params_with_grad:
-            parameter.holds_old_gradient = not fused
-        if fused:
-            super().zero_grad_buffer()
-            return
-        for group in self.bucket_groups + self.expert_parallel_bucket_groups:
-            group.reset()
-
-    def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
-        """Zero the buffers without a gradient, then reduce the gradients over replicas."""
-        for parameter in self.params_with_grad:
-            gradient_buffer(parameter)
-        super().finish_grad_sync(*args, **kwargs)
-
-    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            if param.grad is not None:
-                if not getattr(param, "grad_added_to_main_grad", False):
-                    collect(param, param.grad)
-                param.grad = None
-            # without param.grad too: the head has added it itself
-            if self.ddp_config.overlap_grad_reduce and self.reduces:
-                self.param_to_bucket_group[param].register_grad_ready(param)
-
-        return hook
-
-
-class Transformation:
-    """What a network trains in place of a model folder's weights, one object for each network: this one trains them
-    all. An extension may have another (Extension.transformation), also several models on the same frozen weights."""
-
-    frozen = False
-    """Whether the folder's weights stay as they are, below what is added. Their linear layers are then modules of their
-    own, whose output can be added to: no norm is fused with them, and no expert with another."""
-    random = False
-    """Whether passes with gradient draw random numbers."""
-
-    def apply(self, chunks: Sequence[GPTModel], weights: Resharder) -> None:
-        """Change the chunks, which hold the folder's weights, before data parallelism wraps them. A layer whose weight
-        is exported as something else gets a method `exported`, which takes the name of a model and returns the tensor
-        (None: the folder's); one whose weight has another format keeps that in a module `packed`."""
-
-    def model_of(self, role: str) -> str:
-        """Return the name of the model that a role's samples train. Raises ConfigError."""
-        return POLICY
-
-    def divided(self, groups: Groups) -> list[tuple[str, Groups]]:
-        """Return the samples that each model computes, by its name."""
-        return [(POLICY, groups)]
-
-    def use(self, model: str | None, *, gradient: bool) -> None:
-        """Compute the next passes with this model; None: with the folder's weights alone."""
-
-    def of_another(self) -> Transformation:
-        """Return that of another network, which is trained beside this one and has one model."""
-        return Transformation()
-
-    def keep(self, run_dir: Path, origin: Path | None, weights: Resharder, parallel: Parallel) -> None:
-        """Store in the run folder what checkpoints do not hold. Runs on every rank. `origin` is the folder of the run
-        whose checkpoint is resumed. Raises RecordError if that run had something else."""
-
-    def save(self, target: Path, base: Path, weights: Resharder, parallel: Parallel, dtype: str) -> None:
-        """Export what is trained of the model folder `base`; runs on every rank. Raises WeightsError if the disk cannot
-        take it."""
-        save_hf(target, base, weights, parallel, dtype)
 
 
 class Network:
@@ -169,7 +89,7 @@ class Network:
         self.sharded = parallel.dp * parallel.cp > 1 or trainer.optimizer.moments_dtype != "float32"
         for chunk in chunks:
             changed(chunk)
-            _mark_experts(chunk)
+            mark_experts(chunk)
         self._costs = costs_of(self.hf)
         self._operations = operations_of(self.hf)
         ddp = DistributedDataParallelConfig(
@@ -369,12 +289,3 @@ def head_weight(model: GPTModel) -> Tensor:
     tied = model.share_embeddings_and_output_weights
     weight: Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
     return weight
-
-
-def _mark_experts(chunk: torch.nn.Module) -> None:
-    """Mark the routed experts, so that their gradients are summed over their own replicas. Megatron 0.16 marks them
-    only under expert parallelism. If expert_tensor_parallel differs from tensor_parallel, it would sum shards that
-    differ, or miss tokens."""
-    for name, parameter in chunk.named_parameters():
-        if ".mlp.experts." in name:
-            parameter.allreduce = False  # type: ignore[attr-defined]

@@ -5,33 +5,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import BadStep
+from asyncrl.trainer.moments import Shard, is_torchs, shards_of
 from asyncrl.trainer.network import Network
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Elements [start, start + N) of a flattened parameter that this rank's optimizer holds."""
-
-    parameter: Tensor
-    start: int
-    master: Tensor  # [N] float32
-    moments: dict[str, Tensor]  # [N] each, in trainer.optimizer.moments_dtype
 
 
 class StatesMemory:
@@ -74,7 +60,7 @@ class NetworkOptimizer:
         self._optimizer: Any = get_megatron_optimizer(config, network.wrapped, overrides)
         network.config.grad_scale_func = self._optimizer.scale_loss
         on_cpu = next(network.parameters()).device.type == "cpu"
-        self._fused = on_cpu and all(_is_torchs(part.optimizer) for part in self._parts())
+        self._fused = on_cpu and all(is_torchs(part.optimizer) for part in self._parts())
         if self._fused:
             for part in self._parts():  # torch's default loops over tensors; fused halves the optimizer's time
                 for group in part.optimizer.param_groups:
@@ -160,13 +146,7 @@ class NetworkOptimizer:
         created yet are zero."""
         self.memory.bring()
         for part in self._parts():
-            for parameter, start, master in _masters(part):
-                state = part.optimizer.state[master]
-                for name in MOMENTS:
-                    if name not in state:
-                        self._zero(part.optimizer, master, name)
-                self._count(part, state)
-                yield Shard(parameter, start, master.detach().view(-1), {n: state[n].view(-1) for n in MOMENTS})
+            yield from shards_of(part, self._trainer.optimizer.moments_dtype, self._applied, fused=self._fused)
 
     def counters(self) -> dict[str, int]:
         """Return the counters of the schedule, the bias correction and the consecutive bad steps."""
@@ -179,23 +159,6 @@ class NetworkOptimizer:
         self._schedule.step(increment=counters["scheduled"] - self._schedule.num_steps)
         for _ in self.shards():  # sets the step count of each
             pass
-
-    def _zero(self, optimizer: Any, master: Tensor, moment: str) -> None:
-        """Create a moment that AdamW has not created yet."""
-        if self._trainer.optimizer.moments_dtype == "float32":
-            optimizer.state[master][moment] = torch.zeros_like(master, dtype=torch.float32)
-        else:
-            optimizer._initialize_state(master, moment, zero_buffer=True)
-
-    def _count(self, part: Any, state: dict[str, Any]) -> None:
-        """Set the number of steps used by bias correction. torch's AdamW keeps one per parameter, on the host unless it
-        is fused (it reads the number); Apex and TransformerEngine keep one per group."""
-        if _is_torchs(part.optimizer):
-            device = state[MOMENTS[0]].device if self._fused else "cpu"
-            state["step"] = torch.tensor(float(self._applied), device=device)
-        else:
-            for group in part.optimizer.param_groups:
-                group["step"] = self._applied
 
     # -- internals -----------------------------------------------------------------------------------------
 
@@ -238,23 +201,3 @@ def _of_moments(dtype: str) -> dict[str, Any]:
         return {}
     moments = {"exp_avg_dtype": getattr(torch, dtype), "exp_avg_sq_dtype": getattr(torch, dtype)}
     return {"use_precision_aware_optimizer": True, "fp8_recipe": "tensorwise", **moments}
-
-
-def _is_torchs(optimizer: Any) -> bool:
-    """Return whether an optimizer is torch's own, not that of Apex or TransformerEngine."""
-    return isinstance(optimizer, torch.optim.AdamW | torch.optim.Adam)
-
-
-def _masters(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
-    """Yield each parameter that a part of Megatron's optimizer updates, with the offset and the float32 values of the
-    range that this part holds."""
-    if isinstance(part, DistributedOptimizer):
-        for parameter, (group, order) in part.model_param_group_index_map.items():
-            start = part._get_model_param_range_map(parameter)["param"].start
-            yield parameter, start, part.optimizer.param_groups[group]["params"][order]
-    elif isinstance(part, Float16OptimizerWithFloat16Params):
-        for halves, masters in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-            yield from ((half, 0, master) for half, master in zip(halves, masters, strict=True))
-        yield from ((own, 0, own) for group in part.fp32_from_fp32_groups for own in group)
-    else:
-        yield from ((own, 0, own) for group in part.optimizer.param_groups for own in group["params"])

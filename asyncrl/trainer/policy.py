@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -19,7 +19,6 @@ from asyncrl.algo.shaping import shaped, trainable
 from asyncrl.algo.table import TokenTable, TrainingTable, build_table
 from asyncrl.config import Config
 from asyncrl.config.rules import check_traits
-from asyncrl.errors import RecordError
 from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, Group
 from asyncrl.trainer.batch_parts import BatchParts
@@ -31,9 +30,7 @@ from asyncrl.trainer.objective import Objective
 from asyncrl.trainer.optimizer import NetworkOptimizer
 from asyncrl.trainer.parallel import reseed
 from asyncrl.trainer.reference import Reference
-from asyncrl.trainer.sharded import ShardedState
 from asyncrl.weights.checksum import SentWeights
-from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.publish import StagedPublisher
 
 if TYPE_CHECKING:
@@ -80,51 +77,32 @@ class Policy:
         """What acts after the optimizer steps of a batch, and returns statistics. Extensions may add to it."""
         self.trains_from = 0
         """Version from which on batches train the policy. An extension may raise it."""
-        self._hooks = {name: one.trainer(self) for name, one in extensions.items()}
-        self.objective = Objective(algo, config.rollout, list(self._hooks.values()))
+        self.hooks = {name: one.trainer(self) for name, one in extensions.items()}
+        """Extensions that act in this run, by name."""
+        self.objective = Objective(algo, config.rollout, list(self.hooks.values()))
         self._columns = list(self._stages_of_columns())
 
     def sent(self) -> SentWeights:
         """Return the weights that engines get: what each extension makes of those of the one before."""
         weights: SentWeights = self.weights
-        for hooks in self._hooks.values():
+        for hooks in self.hooks.values():
             weights = hooks.sent(weights)
         return weights
 
     def publisher(self, publishing: Publishing) -> tuple[StagedPublisher, str] | None:
         """Return the publisher of an extension, and the reason for it; None if all weights are sent."""
-        return next((found for hooks in self._hooks.values() if (found := hooks.publisher(publishing))), None)
+        return next((found for hooks in self.hooks.values() if (found := hooks.publisher(publishing))), None)
 
     def batches(self, client: Callable[[], BatchSource]) -> BatchSource | None:
         """Return the batches of a mode of an extension; None if this run generates its own. `client` returns those of
         the server in the place of the rollout process."""
-        return next((found for hooks in self._hooks.values() if (found := hooks.batches(client))), None)
+        return next((found for hooks in self.hooks.values() if (found := hooks.batches(client))), None)
 
     @property
     def started(self) -> Tensor:
         """Log-probabilities [N] of the last batch's tokens under the policy that its steps started from, NaN for tokens
         that were not run."""
         return self.objective.started[: len(self.objective.started) - self._added]
-
-    # -- what a checkpoint holds ---------------------------------------------------------------------------
-
-    @cached_property
-    def base_hash(self) -> str | None:
-        """Return the hash of the model folder's weights, if they are frozen: a checkpoint does not hold them."""
-        if not self.network.transformation.frozen:
-            return None
-        with HFFolder(self.folder) as weights:
-            return weights.digest()
-
-    def keep_base(self, run_dir: Path, resumed: Path | None) -> None:
-        """Keep what checkpoints do not hold. `resumed` is the checkpoint of another run that this one resumes."""
-        origin = resumed.parent.parent if resumed else None
-        self.network.transformation.keep(run_dir, origin, self.weights, self.parallel)
-
-    def sharded(self) -> dict[str, ShardedState]:
-        """Return the networks by the name of their checkpoint folder."""
-        every = {"policy": (self.network, self.optimizer), **self.others}
-        return {name: ShardedState(*trained, self.readable) for name, trained in every.items()}
 
     def networks(self) -> list[Network]:
         """Return the networks that are trained."""
@@ -135,33 +113,13 @@ class Policy:
         holders = [self._reference, self.network.encoder]
         return [tensor for holder in holders if holder for tensor in holder.states()]
 
-    def counters(self) -> dict[str, Any]:
-        """Return the counters that a checkpoint holds besides weights and moments."""
-        others = {name: optimizer.counters() for name, (_, optimizer) in self.others.items()}
-        return {"optimizer": self.optimizer.counters(), **others}
-
-    def extension_states(self) -> dict[str, bytes]:
-        """Return the states of extensions that have one, by name."""
-        states = ((name, hooks.state()) for name, hooks in self._hooks.items())
-        return {name: state for name, state in states if state is not None}
-
-    def restore(self, counters: dict[str, Any], states: dict[str, bytes]) -> None:
-        """Restore what `counters` and `extension_states` returned. Raises RecordError if an extension is missing."""
-        self.optimizer.restore(counters["optimizer"])
-        for name, state in states.items():
-            if name not in self._hooks:
-                raise RecordError(f"the checkpoint was written with the extension {name}: set extensions.{name} again")
-            self._hooks[name].restore(state)
-        for name, (_, optimizer) in self.others.items():
-            optimizer.restore(counters[name])
-
     # -- one batch -----------------------------------------------------------------------------------------
 
     @contextmanager
     def around_update(self, batch: Batch, run_dir: Path) -> Iterator[None]:
         """Enter what extensions put around the update of a batch."""
         with ExitStack() as blocks:
-            for hooks in self._hooks.values():
+            for hooks in self.hooks.values():
                 blocks.enter_context(hooks.around_update(batch, run_dir))
             yield
 
@@ -173,7 +131,7 @@ class Policy:
         trained = self._with_added(batch)
         groups: Groups = build_samples(trained, self.network.transformation.model_of)
         groups = self.network.encoder.begin(trained, groups)
-        for hooks in self._hooks.values():
+        for hooks in self.hooks.values():
             groups = hooks.samples(trained, groups, first=not self._parts.begun)
         table = build_table(trained, batch.version)
         for add in self._columns:
@@ -188,7 +146,7 @@ class Policy:
             return {}
         for follow in self.following:
             figures |= follow(groups, step)
-        for hooks in self._hooks.values():
+        for hooks in self.hooks.values():
             figures |= hooks.after_update(batch.version + 1)
         return figures
 
@@ -198,7 +156,7 @@ class Policy:
 
     def _with_added(self, batch: Batch) -> list[Group]:
         """Return the groups of the batch, and those that extensions train beside them."""
-        added = [group for hooks in self._hooks.values() for group in hooks.before_update(batch)]
+        added = [group for hooks in self.hooks.values() for group in hooks.before_update(batch)]
         self._added = sum(group.num_tokens for group in added)
         return [*batch.groups, *added]
 
@@ -212,7 +170,7 @@ class Policy:
             yield self._add_reference
         if objective.needs_start:
             yield self.add_start
-        yield from (hooks.columns for hooks in self._hooks.values())
+        yield from (hooks.columns for hooks in self.hooks.values())
         if objective.kl_in("reward"):
             yield self._add_penalty
 
@@ -249,7 +207,7 @@ class Policy:
     def _passes(self, *, start: bool = False) -> Iterator[None]:
         """Mark the passes inside the block as the policy's, for extensions."""
         with ExitStack() as blocks:
-            for hooks in self._hooks.values():
+            for hooks in self.hooks.values():
                 blocks.enter_context(hooks.passes(start=start))
             yield
 

@@ -44,8 +44,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_chunks
 
 from asyncrl.checkpoints.torch_dist import read_metadata
 from asyncrl.errors import RecordError
+from asyncrl.trainer.moments import MOMENTS
 from asyncrl.trainer.network import Network
-from asyncrl.trainer.optimizer import MOMENTS, NetworkOptimizer
+from asyncrl.trainer.optimizer import NetworkOptimizer
 from asyncrl.trainer.sharding import Box, PlacedTensor
 
 

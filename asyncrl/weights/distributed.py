@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from asyncrl.engine.fleet import PROBE_SECONDS, Answer, CallRefused, Calls, Fleet
+from asyncrl.engine.calls import Answer, CallRefused, Calls
+from asyncrl.engine.fleet import PROBE_SECONDS, Fleet
 from asyncrl.errors import AsyncRLError, EngineError
 from asyncrl.network.ports import free_port
 from asyncrl.weights.bucket import Bucket

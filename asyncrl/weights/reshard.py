@@ -8,7 +8,7 @@ of them. Sequence parallelism, context parallelism and further replicas hold no 
 
 Import: each rank reads what its parameters need; nothing is communicated.
 
-A layer may say what its weight is exported as, by a method `exported` (trainer/network.py, Transformation).
+A layer may say what its weight is exported as, by a method `exported` (trainer/transformation.py).
 """
 
 from __future__ import annotations

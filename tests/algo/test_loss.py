@@ -17,7 +17,6 @@ from asyncrl.algo.table import LossRows
 from tests.algo.tables import CLIP, batch, both, correction, few, logs, loss, make, numbers, phi, rows_of, tables
 
 CLIPPING = [name for name in ("ppo", "gspo", "gspo_token", "minirl") if name in LOSSES]
-SEQUENCES = [name for name in LOSSES if loss(name).traits.per_sequence]
 
 
 # -- by hand ------------------------------------------------------------------------------------------------------
@@ -87,23 +86,6 @@ def test_gspo_clips_the_geometric_mean_of_a_sequence() -> None:
     losses, gradient = both("gspo", logs(0.4, 0.1, 0.4, 0.4), rows)
     assert losses == pytest.approx([-1.0, -1.0, -1.3, -1.3])
     assert gradient == pytest.approx([-1.0, -1.0, 0.0, 0.0])  # of the sum of both losses: s/2 from each
-
-
-def test_gspo_shares_its_gradient_and_gspo_token_keeps_it() -> None:
-    rows = batch([2], [0.2, 0.2], [1.0, 3.0])
-    assert both("gspo", logs(0.2, 0.2), rows)[1] == pytest.approx([-2.0, -2.0])
-    assert both("gspo_token", logs(0.2, 0.2), rows)[1] == pytest.approx([-1.0, -3.0])
-    moved = logs(0.2 * 1.1, 0.2 * 1.2)
-    assert both("gspo_token", moved, rows)[0] == pytest.approx(both("gspo", moved, rows)[0])
-
-
-@few
-@given(tables(min_length=1))
-def test_gspo_and_gspo_token_agree_for_one_advantage(table: LossRows) -> None:
-    table = replace(table, advantages=table.per_token(table.reward))
-    one, other = (both(name, table.behaviour, table) for name in SEQUENCES)
-    assert one[0] == pytest.approx(other[0], abs=1e-12)
-    assert one[1] == pytest.approx(other[1], abs=1e-12)
 
 
 def test_dual_clip_bounds_the_loss_of_negative_advantages_alone() -> None:

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
+from asyncrl.engine.calls import CallRefused
 from asyncrl.engine.client import GenerationClient
-from asyncrl.engine.fleet import CallRefused
 from asyncrl.engine.served import InUse
 from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.extensions.lora.peft import write_peft

@@ -33,8 +33,8 @@ with warnings.catch_warnings():
     from asyncrl.trainer import policy as module
     from asyncrl.trainer.encoder import Encoder
     from asyncrl.trainer.microbatches import Groups, packs_of_rank
-    from asyncrl.trainer.network import Transformation
     from asyncrl.trainer.policy import Policy
+    from asyncrl.trainer.transformation import Transformation
 
 pytestmark = pytest.mark.integration
 
@@ -304,7 +304,7 @@ OWN = {"extensions": {"own": f"{__name__}:Own"}}
 
 def test_extensions_know_every_pass_of_the_policy() -> None:
     one = policy(temperature=0.5, more=OWN, mini_batches=2)
-    own: Any = one._hooks["own"]
+    own: Any = one.hooks["own"]
     passes: list[tuple[str, bool]] = []
     for name in ("score", "train"):
         plain = getattr(one.network, name)
@@ -387,7 +387,7 @@ def test_what_extensions_make_of_the_weights_is_sent() -> None:
     weights, plain = object(), TrainerHooks()
 
     def sent(*hooks: TrainerHooks) -> Any:
-        return Policy.sent(SimpleNamespace(weights=weights, _hooks=dict(enumerate(hooks))))  # type: ignore[arg-type]
+        return Policy.sent(SimpleNamespace(weights=weights, hooks=dict(enumerate(hooks))))  # type: ignore[arg-type]
 
     assert sent(plain, plain) is weights
     assert sent(Wrapped(), plain, Wrapped()) == [[weights]]

@@ -26,8 +26,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.engine.calls import CallRefused
 from asyncrl.engine.client import ClientSettings, GenerationClient
-from asyncrl.engine.fleet import CallRefused
 from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.errors import EngineError
 from asyncrl.schema import Completion

@@ -22,6 +22,7 @@ from asyncrl.trainer import model as megatron
 from asyncrl.trainer import sharded
 from asyncrl.trainer.network import forward
 from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.policy_state import PolicyState
 from asyncrl.weights.names import local_name
 from tests.fakes import changed
 from tests.integration.families import groups as families_batch
@@ -104,7 +105,7 @@ def weights(policy: Policy) -> list[Tensor]:
 
 def moments(policy: Policy) -> dict[tuple[str, Any], Tensor]:
     """Return this rank's moments by key and place: optimizers of another kind hold them in another order."""
-    pieces = policy.sharded()["policy"].states()
+    pieces = PolicyState(policy).sharded()["policy"].states()
     return {(one.key, one.box.offset): one.tensor.clone() for one in pieces if one.key.startswith("optimizer.")}
 
 
@@ -115,8 +116,8 @@ def trained(config: Config, folder: Path, groups: list[Group], parallel: Paralle
     found.append(weights(policy))
     saved = folder / f"checkpoint-{config.trainer.optimizer.moments_dtype}"
     saved.mkdir(exist_ok=True)
-    sharded.write(saved, list(policy.sharded()["policy"].written()), None)
-    kept, counters = moments(policy), policy.counters()
+    sharded.write(saved, list(PolicyState(policy).sharded()["policy"].written()), None)
+    kept, counters = moments(policy), PolicyState(policy).counters()
     policy.update(Batch(1, groups, {}))
     found.append(weights(policy))
     policy.optimizer.start_anew()
@@ -124,8 +125,8 @@ def trained(config: Config, folder: Path, groups: list[Group], parallel: Paralle
     found.append(weights(policy))
 
     again = Policy(config, folder / "model", parallel)
-    again.sharded()["policy"].load(saved)
-    again.restore(counters, [])
+    PolicyState(again).sharded()["policy"].load(saved)
+    PolicyState(again).restore(counters, {})
     for place, moment in moments(again).items():
         assert moment.dtype == getattr(torch, config.trainer.optimizer.moments_dtype)
         assert moment.equal(kept[place]), "the moments were not restored"
@@ -142,7 +143,7 @@ def read_otherwise(config: Config, folder: Path, parallel: Parallel) -> None:
         saved = folder / f"checkpoint-{written}"
         policies = [Policy(kinds[kind], folder / "model", parallel) for kind in (written, read_as)]
         for policy in policies:
-            policy.sharded()["policy"].load(saved)
+            PolicyState(policy).sharded()["policy"].load(saved)
         mine, other = map(moments, policies)
         assert mine.keys() == other.keys()
         assert all(one.dtype == getattr(torch, read_as) for one in other.values())

@@ -12,6 +12,7 @@ from asyncrl.platforms import here
 
 here().prepare_trainer()
 
+from asyncrl.trainer.moments import _count  # noqa: E402
 from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
 
 
@@ -62,10 +63,8 @@ def test_first_update_after_a_reset_is_a_new_optimizers(kind: Any) -> None:
 def test_step_counts_are_on_device_only_if_fused(fused: bool) -> None:
     """torch's other implementations read them on the host, which would wait for the device once per parameter."""
     parameter = torch.nn.Parameter(torch.empty(3, device="meta"))
-    network = NetworkOptimizer.__new__(NetworkOptimizer)
-    network._fused, network._applied = fused, 4
-    part = SimpleNamespace(optimizer=torch.optim.AdamW([parameter]))
+    optimizer = torch.optim.AdamW([parameter])
     moment = SimpleNamespace(device=parameter.device, is_cuda=True)
     state: dict[str, Any] = {"exp_avg": moment, "exp_avg_sq": moment}
-    network._count(part, state)
+    _count(optimizer, state, 4, fused=fused)
     assert state["step"].device.type == ("meta" if fused else "cpu")

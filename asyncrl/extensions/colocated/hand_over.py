@@ -27,7 +27,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.engine.fleet import Answer, Fleet
+from asyncrl.engine.calls import Answer
+from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Pause, Update
 from asyncrl.errors import DeadlineExceeded, EngineError
 from asyncrl.network.addresses import TRAINING

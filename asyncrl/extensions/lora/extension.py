@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from asyncrl.launch.checks.findings import Finding
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
-    from asyncrl.trainer.network import Transformation
     from asyncrl.trainer.policy import Policy
     from asyncrl.trainer.publishers import Publishing
+    from asyncrl.trainer.transformation import Transformation
     from asyncrl.weights.publish import StagedPublisher
 
 

@@ -36,7 +36,8 @@ from asyncrl import lookup
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import Config, WeightsConfig
 from asyncrl.config.lora import LoraConfig
-from asyncrl.engine.fleet import Answer, Fleet
+from asyncrl.engine.calls import Answer
+from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.served import InUse
 from asyncrl.engine.update import RolloutSide, Update
 from asyncrl.errors import AsyncRLError, WeightsError

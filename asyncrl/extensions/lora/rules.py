@@ -8,6 +8,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.config.lora import LoraConfig
 from asyncrl.extensions.lora.bases import bases
+from asyncrl.extensions.lora.roles import needed
 from asyncrl.models.families import family_of, known_families
 from asyncrl.schema import POLICY
 from asyncrl.settings import Rule
@@ -61,7 +62,7 @@ def served(config: Config) -> Iterator[Rule]:
         "SGLang fuses projections and takes no k_proj without q_proj, no q_proj without v_proj, and no up_proj without "
         f"gate_proj ({VERSIONS}): add them, or {otherwise}."
     )
-    lacks = any(needed not in targets for present, needed in NEEDS if present in targets)
+    lacks = any(other not in targets for present, other in NEEDS if present in targets)
     yield "trainer.lora.targets", lacks, why
     why = f"Engines would hold {resident} adapters, more than {MOST_RESIDENT} ({VERSIONS}): lower it, or {otherwise}."
     yield "rollout.max_staleness", resident > MOST_RESIDENT, why
@@ -143,4 +144,4 @@ def engine_slots(config: Config) -> int:
 def past_versions(config: Config, version: int) -> dict[str, list[int]]:
     """Return the past versions of each adapter that episodes may use while `version` is the newest."""
     bound = config.rollout.max_staleness
-    return {adapter: past.needed(version, bound) for adapter, past in config.agents.past.items()}
+    return {adapter: needed(past, version, bound) for adapter, past in config.agents.past.items()}

@@ -20,6 +20,7 @@ from asyncrl.config import Config
 from asyncrl.config.roles import AgentsConfig, PastConfig
 from asyncrl.engine.served import InUse, ServedWeights
 from asyncrl.engine.session import GenerationSession, Request, seed_of
+from asyncrl.extensions.lora.roles import adapter_of, drawn
 from asyncrl.extensions.lora.rules import past_versions, serves
 from asyncrl.network.addresses import Addresses
 from asyncrl.schema import POLICY
@@ -92,7 +93,7 @@ class ServedAdapters(ServedWeights):
     def assign(self, request: Request, newest: int) -> None:
         """Set the adapter that answers a request, and its version if versions are adapters."""
         session, past = request.session, self.past_of(request.role)
-        request.model = self.agents.adapter_of(request.role)
+        request.model = adapter_of(self.agents, request.role)
         if past and session.purpose == "training":
             request.purpose = "past"
         if self.names:
@@ -157,7 +158,7 @@ class ServedAdapters(ServedWeights):
 def _drawn(session: GenerationSession, past: PastConfig, role: str) -> int:
     """Return the past version that plays a role in an episode, the same in every attempt and after a resume; in an
     evaluation the newest."""
-    versions = past.drawn(session.born)
+    versions = drawn(past, session.born)
     return versions[-1 if session.purpose == "evaluation" else seed_of(f"{session.sample} {role}") % len(versions)]
 
 

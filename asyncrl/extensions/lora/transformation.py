@@ -15,10 +15,11 @@ from asyncrl.extensions.lora import layers
 from asyncrl.extensions.lora.bases import base_format
 from asyncrl.extensions.lora.peft import start_from, write_peft
 from asyncrl.extensions.lora.peft_config import adapter_folders, user_config
+from asyncrl.extensions.lora.roles import adapter_of
 from asyncrl.extensions.lora.weights import AdapterWeights
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.microbatches import Groups
-from asyncrl.trainer.network import Transformation
+from asyncrl.trainer.transformation import Transformation
 from asyncrl.weights.export import gathered, save_hf
 from asyncrl.weights.reshard import Resharder
 
@@ -48,7 +49,7 @@ class Adapted(Transformation):
 
     def model_of(self, role: str) -> str:
         """Return the adapter of a role. Raises ConfigError if it has none."""
-        return self._agents.adapter_of(role)
+        return adapter_of(self._agents, role)
 
     def divided(self, groups: Groups) -> list[tuple[str, Groups]]:
         """Return the samples of each adapter that has some, in their groups. A single one computes all."""

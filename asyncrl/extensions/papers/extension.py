@@ -6,7 +6,7 @@ from asyncrl import extension
 
 HERE = __package__
 ESTIMATORS = ("opo", "maxrl", "pass_at_k", "grpo_passk")
-LOSSES = ("sapo", "minirl", "dppo_tv", "topr", "vespo", "m2po")
+LOSSES = ("gspo_token", "sapo", "minirl", "dppo_tv", "topr", "vespo", "m2po")
 
 
 class Papers(extension.Extension):

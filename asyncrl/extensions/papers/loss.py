@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncrl.algo.loss import LOSSES, MAX_LOG_RATIO, LossTraits, importance_ratio
-from asyncrl.settings import NonNegative, Positive, Share
+from asyncrl.algo.loss import LOSSES, MAX_LOG_RATIO, LossTraits, clipped, importance_ratio, sequence_mean
+from asyncrl.settings import AboveOne, NonNegative, Positive, Share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,6 +14,22 @@ if TYPE_CHECKING:
     from asyncrl.algo.table import LossRows, TrainingTable
 
 DPPO_MAX_RATIO = 20.0
+
+
+@LOSSES.register(LossTraits(per_sequence=True))
+def gspo_token(
+    logprobs: Tensor,
+    rows: LossRows,
+    *,
+    clip_low: Share = 3e-4,
+    clip_high: NonNegative = 4e-4,
+    dual_clip: AboveOne | None = None,
+) -> Tensor:
+    """Return GSPO's value with the gradient through each token's own probability: GSPO-token, arXiv 2507.18071, section
+    4.3."""
+    log_ratio = sequence_mean(logprobs.detach() - rows.proximal, rows)
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()[rows.sample] * (logprobs - logprobs.detach()).exp()
+    return clipped(ratio, rows, clip_low, clip_high, dual_clip)
 
 
 @LOSSES.register()

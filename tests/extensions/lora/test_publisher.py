@@ -24,7 +24,7 @@ from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.served import InUse
 from asyncrl.engine.update import Update
 from asyncrl.errors import WeightsError
-from asyncrl.extensions.lora import publish
+from asyncrl.extensions.lora import publish, roles
 from asyncrl.extensions.lora.peft import read_peft
 from asyncrl.extensions.lora.peft_config import user_config
 from asyncrl.extensions.lora.publish import (
@@ -266,7 +266,7 @@ def past_adapters(folder: Path, name: str, checkpoints: list[int], origin: Path 
     return PastAdapters(
         folder / name,
         origin,
-        lambda version: {"solver": past.needed(version, 1)},
+        lambda version: {"solver": roles.needed(past, version, 1)},
         lambda: checkpoints,
         lambda tensors: user_config(CONFIG.trainer.lora, tensors, "base"),
     )
@@ -276,13 +276,13 @@ def test_past_versions_are_kept_as_peft_folders(tmp_path: Path) -> None:
     """A run that is resumed, in its own folder or in another, loads them again."""
     made: list[int] = []
     names = {"adapters": (POLICY, "solver")}
-    needed = PastConfig(every=2, keep=2).needed
+    past = PastConfig(every=2, keep=2)
 
     def folders(run: str) -> list[str]:
         return sorted(str(path.relative_to(tmp_path / run)) for path in tmp_path.glob(f"{run}/*/*/*"))
 
     def announce(version: int) -> InUse:
-        return InUse([], {"solver": needed(version, 1)})
+        return InUse([], {"solver": roles.needed(past, version, 1)})
 
     with served(1) as servers:
         first = publisher(servers, announce, past=past_adapters(tmp_path, "run", made), **names)
@@ -473,7 +473,7 @@ class Residency(RuleBasedStateMachine):
         self.publisher = publisher(self.servers, self._announce, **told, verify=False)
 
     def _past_versions(self, version: int) -> dict[str, list[int]]:
-        return {POLICY: self.past.needed(version, self.bound)} if self.past else {}
+        return {POLICY: roles.needed(self.past, version, self.bound)} if self.past else {}
 
     def _announce(self, version: int) -> InUse:
         for url in self.servers.routed:
@@ -587,8 +587,8 @@ class Residency(RuleBasedStateMachine):
         if hasattr(self, "servers"):
             needed = self._named(self.use.versions())
             if self.past:  # any of them may have been drawn
-                drawn = {version for ticket in self.playing for version in self.past.drawn(ticket.born)}
-                drawn |= set() if self.evaluated is None else {self.past.drawn(self.evaluated)[-1]}
+                drawn = {version for ticket in self.playing for version in roles.drawn(self.past, ticket.born)}
+                drawn |= set() if self.evaluated is None else {roles.drawn(self.past, self.evaluated)[-1]}
                 needed |= self._named(drawn) & {f"{self.run}-v{version}" for version in drawn}
             for url in self.servers.routed:
                 missing = needed - self.servers.engines[url].held.keys()

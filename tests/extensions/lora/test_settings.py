@@ -17,6 +17,7 @@ from asyncrl.checkpoints.manifest import FORMAT, Manifest
 from asyncrl.config import Config, load, streams
 from asyncrl.config.roles import PastConfig
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.lora import roles
 from asyncrl.extensions.lora.bases import bases
 from asyncrl.extensions.lora.choice import choose_lora
 from asyncrl.extensions.lora.resuming import check_adapters
@@ -52,15 +53,15 @@ def refused(config: Config, model: dict[str, Any]) -> None:
 
 def test_trained_adapters_are_those_of_the_roles() -> None:
     assert tiny_config().agents.adapters == ("policy",)
-    assert tiny_config().agents.adapter_of("anything") == "policy"
+    assert roles.adapter_of(tiny_config().agents, "anything") == "policy"
     two = config({"solver": {"adapter": "b"}, "proposer": {"adapter": "a"}, "critic": {"adapter": "b"}})
     assert two.agents.adapters == ("a", "b")
-    assert two.agents.adapter_of("critic") == "b"
+    assert roles.adapter_of(two.agents, "critic") == "b"
     with pytest.raises(ConfigError, match=r"agents.roles.*'judge'.*agents.roles.NAME.adapter"):
-        two.agents.adapter_of("judge")
+        roles.adapter_of(two.agents, "judge")
     against_past = config({"opponent": {"past": PAST}})
     assert against_past.agents.adapters == ("policy",)
-    assert against_past.agents.adapter_of("anything") == "policy"
+    assert roles.adapter_of(against_past.agents, "anything") == "policy"
 
 
 @pytest.mark.parametrize(
@@ -90,9 +91,9 @@ def test_what_cannot_be_trained_or_served_is_refused_by_name(
 
 @pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
 def test_roles_are_refused_for_models_without_served_adapters(family: str) -> None:
-    for name, roles in (("a", {"a": {"adapter": "b"}}), ("old", {"old": {"past": PAST}})):
+    for name, players in (("a", {"a": {"adapter": "b"}}), ("old", {"old": {"past": PAST}})):
         with pytest.raises(ConfigError, match=rf"agents.roles: got \['{name}'\].*engines serve adapters of"):
-            refused(config(roles), {"architectures": [family]})
+            refused(config(players), {"architectures": [family]})
     refused(config({"a": {}}, **{"weights.lora": "merged"}), {"architectures": [family]})
 
 
@@ -104,9 +105,9 @@ def test_roles_of_one_adapter_without_engines_need_no_lora() -> None:
 def test_engines_keep_what_an_episode_may_have_drawn(every: int, keep: int, staleness: int, newest: int) -> None:
     past = PastConfig(every=every, keep=keep)
     admitted = range(max(0, newest - staleness), newest + 1)
-    drawn = {version for at in admitted for version in past.drawn(at)}
-    assert all(1 <= len(past.drawn(at)) <= keep and past.drawn(at)[-1] <= at for at in admitted)
-    assert drawn == set(past.needed(newest, staleness))
+    drawn = {version for at in admitted for version in roles.drawn(past, at)}
+    assert all(1 <= len(roles.drawn(past, at)) <= keep and roles.drawn(past, at)[-1] <= at for at in admitted)
+    assert drawn == set(roles.needed(past, newest, staleness))
     assert len(drawn - set(admitted)) <= keep
 
 
@@ -222,9 +223,9 @@ def test_adapters_of_a_checkpoint_are_those_of_the_settings() -> None:
     for name, other in (("alpha", 3), ("rslora", True), ("targets", ["q_proj"])):
         with pytest.raises(ConfigError, match=rf"trainer\.lora\.{name}: got"):
             resumed(adapted, **{"trainer.lora.rank": 8, f"trainer.lora.{name}": other})
-    for roles in ({"solver": {"adapter": "b"}}, {"old": {"past": {"every": 2, "keep": 1}}}):
+    for players in ({"solver": {"adapter": "b"}}, {"old": {"past": {"every": 2, "keep": 1}}}):
         with pytest.raises(ConfigError, match=r"agents.roles: got .* The checkpoint holds policy: resume with"):
-            resumed(adapted, **{"trainer.lora.rank": 8, "agents.roles": roles})
+            resumed(adapted, **{"trainer.lora.rank": 8, "agents.roles": players})
     resumed(adapted, **{"trainer.lora.rank": 8, "agents.roles": {"solver": {}}})
 
 
@@ -260,7 +261,7 @@ def test_base_of_an_extension_is_known_by_its_name(tmp_path: Path, monkeypatch: 
 def test_experiments_give_players_adapters_or_past_versions() -> None:
     two = load(compose_values("experiment=self_play_adapters"))
     assert two.agents.adapters == ("first", "second")
-    assert [two.agents.adapter_of(role) for role in ("player-0", "player-1")] == ["first", "second"]
+    assert [roles.adapter_of(two.agents, role) for role in ("player-0", "player-1")] == ["first", "second"]
     past = load(compose_values("experiment=self_play_past"))
     assert past.agents.adapters == ("policy",)
     assert past.agents.roles["player-1"].past

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,3 +96,20 @@ def test_selection_over_the_whole_batch_takes_no_parts() -> None:
     with pytest.raises(ConfigError, match="needs the whole batch") as refused:
         tiny_config(**{"algo.loss": "m2po", "algo.correction": None}, **parts)
     assert refused.value.field == "algo.loss"
+
+
+def test_gspo_shares_its_gradient_and_gspo_token_keeps_it() -> None:
+    rows = batch([2], [0.2, 0.2], [1.0, 3.0])
+    assert both("gspo", logs(0.2, 0.2), rows)[1] == pytest.approx([-2.0, -2.0])
+    assert both("gspo_token", logs(0.2, 0.2), rows)[1] == pytest.approx([-1.0, -3.0])
+    moved = logs(0.2 * 1.1, 0.2 * 1.2)
+    assert both("gspo_token", moved, rows)[0] == pytest.approx(both("gspo", moved, rows)[0])
+
+
+@few
+@given(tables(min_length=1))
+def test_gspo_and_gspo_token_agree_for_one_advantage(table: LossRows) -> None:
+    table = replace(table, advantages=table.per_token(table.reward))
+    one, other = (both(name, table.behaviour, table) for name in ("gspo", "gspo_token"))
+    assert one[0] == pytest.approx(other[0], abs=1e-12)
+    assert one[1] == pytest.approx(other[1], abs=1e-12)

@@ -108,7 +108,7 @@ def base_as_reference(folder: Path) -> None:
         assert all(not one.equal(two) for one, two in zip(trained, now[0], strict=True))
     check_replicas(own.network, parallel)
     before = split(own.network)[0]
-    own._hooks["sample_reuse"].after_update(4)
+    own.hooks["sample_reuse"].after_update(4)
     for one, two, first in zip(before, split(own.network)[0], start[0], strict=True):
         assert two.equal(one.lerp(first, config.sample_reuse.reset_share))
     states = sum(one.numel() for one in own.optimizer.states())

@@ -13,6 +13,7 @@ from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, Group
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.policy_state import PolicyState
 from tests.fakes import fake_rank
 from tests.integration.checkpoints import VERSION
 from tests.integration.ranks.joining import groups_of, joined
@@ -32,7 +33,7 @@ def checkpoints_of(
 ) -> checkpoint.Checkpoints:
     """Return what writes checkpoints to a folder; `told` gets what it says to the rollout process."""
     rank = fake_rank(config, folder, parallel, told)
-    return checkpoint.Checkpoints(rank, policy, counters=dict, snapshot=lambda version: b"rollout")
+    return checkpoint.Checkpoints(rank, PolicyState(policy), counters=dict, snapshot=lambda version: b"rollout")
 
 
 def continued(name: str, source: str | None, folder: Path) -> list[dict[str, float]]:
@@ -44,13 +45,13 @@ def continued(name: str, source: str | None, folder: Path) -> list[dict[str, flo
     policy, groups = Policy(config, folder / "model", parallel), groups_of(folder)
     if config.agents.roles:
         groups = [with_solver(group) for group in groups]
+    told: list[str] = []
+    writer = checkpoints_of(config, folder / name, parallel, policy, told)
     if source is None:
         for version in range(VERSION):
             policy.update(Batch(version, groups, {}))
     else:
-        checkpoint.load(CheckpointStore(folder / source).path(VERSION), policy)
-    told: list[str] = []
-    writer = checkpoints_of(config, folder / name, parallel, policy, told)
+        writer.load(CheckpointStore(folder / source).path(VERSION))
     writer.save(VERSION)
     figures = policy.update(Batch(VERSION, groups, {}))
     writer.finish()

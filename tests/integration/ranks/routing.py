@@ -108,7 +108,7 @@ def given_experts_are_used(policy: Policy, groups: list[Group], samples: list[li
 
 
 def _routing(policy: Policy) -> RoutingReplay:
-    return next(hooks for hooks in policy._hooks.values() if isinstance(hooks, RoutingReplay))
+    return next(hooks for hooks in policy.hooks.values() if isinstance(hooks, RoutingReplay))
 
 
 def updates(config: Config, groups: list[Group], folder: Path, parallel: Parallel, kind: str) -> Figures:

@@ -53,7 +53,7 @@ def two(name: str, folders: list[Path]) -> list[list[Figures]]:
     for folder in folders:
         config = read(folder)
         trained = Policy(config, folder / "model", parallel)
-        for offload in getattr(trained._hooks.get("offload"), "offloads", []):
+        for offload in getattr(trained.hooks.get("offload"), "offloads", []):
             offload.least = 0  # the model is small
         batches = [Batch(version, groups_of(folder), {}) for version in range(2)]
         found.append([of_batch(trained, batch, config.trainer.batch_parts) for batch in batches])
@@ -165,7 +165,7 @@ def updated(
     """Return the figures of two updates, and weights and gradients after them."""
     trained = Policy(config, folder / "model", parallel)
     COUNTS.update(dict.fromkeys(COUNTS, 0))
-    for offload in getattr(trained._hooks.get("offload"), "offloads", []):
+    for offload in getattr(trained.hooks.get("offload"), "offloads", []):
         offload.stand_in, offload.least = True, 0
         counted_activations(offload)
     if isinstance(trained.optimizer.memory, MovedStates):

@@ -22,6 +22,7 @@ from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import TokenAccumulator
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.policy_state import PolicyState
 from asyncrl.weights.export import save_hf
 from tests.integration.ranks.joining import groups_of, joined
 from tests.integration.vision import weights
@@ -52,16 +53,15 @@ def started(config: Config, folder: Path, saved_as: str, groups: list[Group], pa
     restored from a checkpoint trains the second batch as the first policy does, to the bit."""
     policy = Policy(config, folder, parallel)
     policy.update(Batch(0, groups, {}))
-    found, counters = policy.started.float(), policy.counters()
-    kept = policy.extension_states()
+    found, kept = policy.started.float(), PolicyState(policy)
     with tempfile.TemporaryDirectory() as saved:
-        for name, state in policy.sharded().items():
+        for name, state in kept.sharded().items():
             sharded.write(Path(saved) / name, list(state.written()), None)
             write_frame(Path(saved) / name, 1)
         other = Policy(config, folder, parallel)
-        for name, state in other.sharded().items():
+        for name, state in PolicyState(other).sharded().items():
             state.load(Path(saved) / name)
-    other.restore(counters, kept)
+    PolicyState(other).restore(kept.counters(), kept.of_extensions())
     figures, again = (one.update(Batch(1, groups, {})) for one in (policy, other))
     assert figures == again
     both = zip(policy.network.parameters(), other.network.parameters(), strict=True)
