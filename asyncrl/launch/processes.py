@@ -31,7 +31,6 @@ from typing import Any
 
 from asyncrl.errors import Paused, ProcessDied, Stopped
 from asyncrl.launch.leftovers import SHARED, Scratch, die_with_parent, signal_group
-from asyncrl.launch.numa import bind, near
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.launch.run_folder import full, shared_memory
@@ -120,7 +119,7 @@ class Supervisor:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=partial(_prepare, spec, near(spec.env)),
+                preexec_fn=partial(die_with_parent, signal.SIGTERM if spec.step else signal.SIGKILL),
             )
 
     def _replace(self, stalled: Sequence[Stalled]) -> bool:
@@ -344,12 +343,6 @@ def _leave_terminal() -> None:
         if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
             os.dup2(nowhere, stream)
     os.close(nowhere)
-
-
-def _prepare(spec: ProcessSpec, cpus: set[int]) -> None:
-    """Prepare the child. A step's environment names no GPUs: its task binds the process on its own machine."""
-    die_with_parent(signal.SIGTERM if spec.step else signal.SIGKILL)
-    bind(cpus)
 
 
 def how(code: int) -> str:

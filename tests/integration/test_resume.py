@@ -90,19 +90,25 @@ def test_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     assert [step["version"] for step in steps] == list(range(1, STEPS + 1))
 
 
-def test_run_that_publishes_beside_training_goes_on_as_well(tmp_path: Path) -> None:
-    """The run is asked to stop between two checkpoints, and resumed. Then the trainer is killed with a version in
-    flight. Two stages send in turn."""
-    settings = ["weights.overlap=true", "weights.transport=distributed", "trainer.batch_parts=2"]
-    settings, run_dir = [*settings, "trainer.pipeline_parallel=2"], tmp_path / "run"
-    with start(run_dir, *RUN, *settings) as launcher:
+def test_run_that_is_asked_to_stop_goes_on_from_there(tmp_path: Path) -> None:
+    """It is asked between two checkpoints, and writes one at once."""
+    run_dir = tmp_path / "run"
+    with start(run_dir, *RUN) as launcher:
         wait_for_step(launcher, run_dir, 3)
         launcher.send_signal(signal.SIGUSR1)
         code, text = finish(launcher, run_dir)
     assert code == os.EX_TEMPFAIL, text
-    newest = max(CheckpointStore(run_dir).versions())
-    assert newest == len(lines(run_dir / "metrics.jsonl")) < STEPS - 2
-    Blow("trainer", newest + 2, 0.05).strike(run_dir, *settings)
+    assert max(CheckpointStore(run_dir).versions()) == len(lines(run_dir / "metrics.jsonl")) < STEPS
+    go_on_to_the_end(run_dir)
+    check_books(run_dir)
+    check_replay(run_dir, tmp_path)
+
+
+def test_run_that_publishes_beside_training_goes_on_as_well(tmp_path: Path) -> None:
+    """The trainer is killed with a version in flight. Two stages send in turn."""
+    settings = ["weights.overlap=true", "weights.transport=distributed", "trainer.batch_parts=2"]
+    settings, run_dir = [*settings, "trainer.pipeline_parallel=2"], tmp_path / "run"
+    Blow("trainer", 5, 0.05).strike(run_dir, *settings)
     assert len(lines(run_dir / "metrics.jsonl")) < STEPS
     go_on_to_the_end(run_dir, *settings)
     check_books(run_dir)

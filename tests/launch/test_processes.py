@@ -107,19 +107,6 @@ def send(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
-def test_processes_are_bound_near_their_gpus(run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    all_of_them = os.sched_getaffinity(0)
-    near = min(all_of_them)
-    monkeypatch.setattr(processes, "near", lambda env: {near} if env.get("CUDA_VISIBLE_DEVICES") else set())
-    told = "import os; print(sorted(os.sched_getaffinity(0)), flush=True)"
-    on_gpu = spec(run_id, "engine", f"{told}\n{FOREVER}")
-    on_gpu = dataclasses.replace(on_gpu, env={**on_gpu.env, "CUDA_VISIBLE_DEVICES": "0"})
-    trains = f"{told}\n{waits_for(tmp_path / 'logs' / 'engine.log', ']')}"
-    supervise(run_id, tmp_path, on_gpu, spec(run_id, "trainer", trains, ends=True))
-    logs = {name: (tmp_path / "logs" / f"{name}.log").read_text().strip() for name in ("engine", "trainer")}
-    assert logs == {"engine": f"[{near}]", "trainer": str(sorted(all_of_them))}
-
-
 def test_run_ends_well_with_its_trainers(run_id: str, tmp_path: Path) -> None:
     polls = []
 
@@ -393,29 +380,8 @@ def test_process_that_ignores_sigterm_is_killed_after_the_grace(run_id: str, tmp
     assert alive(run_id) == []
 
 
-def test_process_that_takes_its_time_to_end_has_the_grace_for_it(run_id: str, tmp_path: Path) -> None:
-    tidy = f"""
-    import signal, sys, time
-    def stop(*_):
-        time.sleep(0.3)
-        open({str(tmp_path / "tidy")!r}, "w").close()
-        sys.exit(0)
-    signal.signal(signal.SIGTERM, stop)
-    print("up", flush=True)
-    time.sleep(60)
-    """
-    with pytest.raises(Stopped):
-        supervise(
-            run_id,
-            tmp_path,
-            spec(run_id, "trainer-0", tidy, ends=True),
-            poll=when_up(tmp_path, "trainer-0", then=send(signal.SIGTERM)),
-        )
-    assert (tmp_path / "tidy").exists()
-
-
 def test_second_signal_does_not_interrupt_the_stopping(run_id: str, tmp_path: Path) -> None:
-    """It comes from the process that the first one stops, so it comes in time."""
+    """The process has the grace to end in its time; it sends the signal itself, which thus comes while it is ending."""
     tidy = f"""
     import os, signal, sys, time
     def stop(*_):

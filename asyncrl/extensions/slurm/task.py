@@ -22,12 +22,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 
 from asyncrl import jsonl
 from asyncrl.launch.leftovers import Scratch, die_with_parent, signal_group
-from asyncrl.launch.numa import bind, near
 from asyncrl.launch.stalls import stack_file, write_stack
 from asyncrl.leases import RENEW_SECONDS, Leases
 from asyncrl.progress import DUMP_SIGNAL, begin_file, end_file
@@ -137,7 +135,7 @@ def main(path: Path) -> int:
         env={**os.environ, **mine, **scratch.environment, MARK: mark},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=partial(_prepare, near(mine)),
+        preexec_fn=_prepare,
     )
     jsonl.replace(begin_file(run_dir, name), {"node": node(), "pid": child.pid})
     launcher = Watched(Path(task.lease), task.lost_timeout, every=task.look_seconds) if task.lease else None
@@ -185,13 +183,12 @@ def _orphaned(task: SlurmTask, folder: Path) -> None:
         subprocess.run(task.orphaned, timeout=COMMAND_SECONDS, check=False)
 
 
-def _prepare(cpus: set[int]) -> None:
+def _prepare() -> None:
     """Prepare the child. Slurm signals every process of a step, but SIGUSR1 and SIGUSR2 are for the task alone. If the
     task is killed, the process is killed with it."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(DUMP_SIGNAL, signal.SIG_IGN)
     die_with_parent()
-    bind(cpus)
 
 
 def node() -> str:

@@ -241,7 +241,7 @@ def test_every_process_is_a_step_and_trainers_are_one(tmp_path: Path) -> None:
 def test_ranks_share_what_is_common_and_keep_their_own(tmp_path: Path) -> None:
     steps(tmp_path, 2, 2, **{"trainer.data_parallel": 4, "engine.device": "cpu", "cluster.trainer_nodes": 2})
     task = SlurmTask.read(tmp_path / "slurm" / "steps" / "trainer")
-    assert task.argv == [sys.executable, "-m", "asyncrl.trainer", "/runs/r"]
+    assert (task.argv[0], task.argv[-3:]) == (sys.executable, ["-m", "asyncrl.trainer", "/runs/r"])
     assert task.env["WORLD_SIZE"] == "4"
     assert task.env["MASTER_ADDR"] == "node0"
     assert [(rank["RANK"], rank["LOCAL_RANK"], rank["ASYNCRL_HOST"]) for rank in task.ranks] == [

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from asyncrl.launch.numa import bind, near, processors
+from asyncrl.extensions.numa.binding import bind, near, processors
+from asyncrl.extensions.numa.extension import BINDING, NumaHooks
+from asyncrl.launch.plan import ProcessSpec
+from tests.fakes import tiny_config
 
 
 @pytest.fixture
@@ -54,3 +61,23 @@ def test_rank_is_bound_near_the_gpu_it_sees(machine: Path, monkeypatch: pytest.M
     ranks = [{"CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_RANK": rank} for rank in ("0", "1")]
     assert [near(rank, machine) for rank in ranks] == [{0, 1, 2, 3}, {4, 5, 6, 7}]
     assert near({"CUDA_VISIBLE_DEVICES": "", "LOCAL_RANK": "1"}, machine) == set()
+
+
+def spec(argv: list[str], visible: str) -> ProcessSpec:
+    nobody: Any = None
+    given = ProcessSpec("trainer-0", argv, {"CUDA_VISIBLE_DEVICES": visible})
+    return NumaHooks().changed(tiny_config(), given, nobody, Path())
+
+
+def test_process_with_gpus_becomes_itself_once_it_is_bound() -> None:
+    shows = "import json, os, sys; print(json.dumps([os.getpid(), sys.argv, len(os.sched_getaffinity(0))]))"
+    argv = spec([sys.executable, "-c", shows, "a word", "-m"], "0").argv
+    assert argv[:3] == [sys.executable, "-m", BINDING]
+    running = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    said, _ = running.communicate(timeout=60)
+    assert json.loads(said) == [running.pid, ["-c", "a word", "-m"], len(os.sched_getaffinity(0))]
+
+
+@pytest.mark.parametrize(("first", "visible"), [(sys.executable, ""), ("/usr/bin/router", "0")])
+def test_process_without_gpus_or_python_starts_as_it_is(first: str, visible: str) -> None:
+    assert spec([first, "-m", "x"], visible).argv == [first, "-m", "x"]

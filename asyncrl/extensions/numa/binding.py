@@ -1,12 +1,15 @@
 """NUMA binding: CPUs near a process's GPUs. On a machine with several sockets, memory and interrupts of the other
 sockets are remote.
 
+    python -m asyncrl.extensions.numa.binding ARGUMENTS      binds itself, and becomes python ARGUMENTS
+
 The topology is read from the driver and the kernel, without CUDA. If it is unknown, nothing is bound.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,7 +25,7 @@ def near(environment: Mapping[str, str], root: Path = ROOT) -> set[int]:
 
 
 def bind(cpus: set[int]) -> None:
-    """Bind this process to these CPUs, if there are any. Called in a child before its program begins."""
+    """Bind this process to these CPUs, if there are any."""
     if cpus:
         os.sched_setaffinity(0, cpus)
 
@@ -61,3 +64,8 @@ def _numbers(text: str) -> set[int]:
         first, _, last = part.partition("-")
         found |= set(range(int(first), int(last or first) + 1))
     return found
+
+
+if __name__ == "__main__":
+    bind(near(os.environ))
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])

@@ -1,0 +1,1 @@
+"""Processes with GPUs on the CPUs near them."""
