@@ -203,21 +203,26 @@ def rmsnorm_bwd(
 
 
 @function
-def fused_rope_forward(x: Tensor, angles: Tensor, *_: Any) -> Tensor:
-    """Rotate x [N, batch, heads, d] by angles [N, 1, 1, rotated]. Features beyond `rotated` stay as they are."""
-    return _rotated(x, angles, 1.0)
+def fused_rope_forward(x: Tensor, angles: Tensor, starts: None, layout: Any, pairs: bool, *_: Any) -> Tensor:
+    """Rotate x [N, batch, heads, d] by angles [N, 1, 1, rotated]. Features beyond `rotated` stay as they are. With
+    `pairs` (interleaved) neighbours turn together, otherwise those that are half of `rotated` apart."""
+    return _rotated(x, angles, 1.0, pairs)
 
 
 @function
-def fused_rope_backward(grad: Tensor, angles: Tensor, *_: Any) -> Tensor:
+def fused_rope_backward(grad: Tensor, angles: Tensor, starts: None, layout: Any, pairs: bool, *_: Any) -> Tensor:
     """Rotate the gradient back."""
-    return _rotated(grad, angles, -1.0)
+    return _rotated(grad, angles, -1.0, pairs)
 
 
-def _rotated(x: Tensor, angles: Tensor, sign: float) -> Tensor:
+def _rotated(x: Tensor, angles: Tensor, sign: float, pairs: bool) -> Tensor:
     turned, rest = x.float().split([angles.shape[-1], x.shape[-1] - angles.shape[-1]], -1)
-    low, high = turned.chunk(2, -1)
-    found = turned * angles.cos() + sign * torch.cat([-high, low], -1) * angles.sin()
+    if pairs:
+        other = torch.stack([-turned[..., 1::2], turned[..., ::2]], -1).flatten(-2)
+    else:
+        low, high = turned.chunk(2, -1)
+        other = torch.cat([-high, low], -1)
+    found = turned * angles.cos() + sign * other * angles.sin()
     return torch.cat([found, rest], -1).to(x.dtype)
 
 
