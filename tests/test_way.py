@@ -12,7 +12,7 @@ from tests.rollout.machinery import Timing, machinery
 
 PACKAGE = Path(asyncrl.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
-MOST_FILES, MOST_LINES = 45, 8_700
+MOST_FILES, MOST_LINES = 45, 8_600
 """Lower them after a deletion; the aim is 8,000 lines."""
 WIRING = {"rollout/__main__.py", "trainer/__main__.py"}
 BESIDE = (

@@ -26,10 +26,10 @@ from asyncrl.engine.loads import Load
 
 ROOMY = 0.9
 """Fraction of its cache in use below which an engine accepts more work."""
-WASTED, MEMORY = 0.25, 0.9
-"""Largest fraction of the engines' time that may go to repeated prefills, and the decay of its moving average: 0.9
-averages bursts over ten observations.
-"""
+WASTED, MEMORY, LONG_MEMORY = 0.25, 0.9, 0.97
+"""Largest fraction of the engines' time that may go to repeated prefills, and the decay of two moving averages: that of
+the time covers ten observations; that of tokens thirty, because a slow engine prefills a request long after it was
+sent."""
 PATIENCE = 3
 """Number of consecutive observations for which queues must persist: a burst of new requests waits for its prefill."""
 BOLD, CAREFUL = 1.0, 0.25
@@ -59,6 +59,7 @@ class ConcurrencyWindow:
         self.machine = math.inf  # until `observe_machine` is called
         self._crowded = False
         self.wasted = 0.0
+        self._prefilling = self._prefilled = self._needed = 0.0  # share of the time, tokens, and those needed: averages
         self._growth = BOLD
         self._seen: list[Load] = []
         self._queued = self._ended = self._groups = 0
@@ -104,8 +105,13 @@ class ConcurrencyWindow:
         self._starved = any(load.waiting == 0 and load.used < ROOMY * load.capacity for load in loads)
         if not self._starved:
             self._growth = CAREFUL
-        wasted = self._waste(loads, needed) / max(1e-9, seconds * len(loads))
-        self.wasted = MEMORY * self.wasted + (1 - MEMORY) * wasted
+        if prefills := self._prefills(loads):
+            spent, tokens = prefills
+            self._prefilling += (1 - MEMORY) * (spent / max(1e-9, seconds * len(loads)) - self._prefilling)
+            self._prefilled += (1 - LONG_MEMORY) * (tokens - self._prefilled)
+            self._needed += (1 - LONG_MEMORY) * (needed - self._needed)
+        repeated = max(0.0, 1.0 - self._needed / self._prefilled) if self._prefilled else 0.0
+        self.wasted = self._prefilling * repeated
         waiting, running = sum(load.waiting for load in loads), sum(load.running for load in loads)
         queues = waiting > running and all(load.waiting for load in loads)
         self._queued = self._queued + 1 if queues else 0
@@ -130,15 +136,15 @@ class ConcurrencyWindow:
         """Let the trainer's limit alone decide: the engines do not report their load."""
         self.engines = math.inf
 
-    def _waste(self, loads: Sequence[Load], needed: float) -> float:
-        """Return the seconds that engines spent on repeated prefills, summed over engines."""
+    def _prefills(self, loads: Sequence[Load]) -> tuple[float, float] | None:
+        """Return the seconds that engines spent on prefills since the last observation, and the tokens, summed over
+        engines; None if an engine joined or left. One that was restarted counts from 0."""
         before, self._seen = self._seen, list(loads)
         if len(before) != len(loads):
-            return 0.0  # an engine joined or left; one that was restarted counts from 0
+            return None
         same = [(then, now) for then, now in zip(before, loads, strict=True) if then.prefilled <= now.prefilled]
-        tokens = sum(now.prefilled - then.prefilled for then, now in same)
         spent = sum(now.prefill_seconds - then.prefill_seconds for then, now in same)
-        return spent * max(0.0, 1.0 - needed / tokens) if tokens > 0 else 0.0
+        return spent, sum(now.prefilled - then.prefilled for then, now in same)
 
     def _cut(self, share: float) -> None:
         if self._untouched == 0:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.engine.loads import Load
-from asyncrl.extensions.congestion.window import ConcurrencyWindow
+from asyncrl.extensions.congestion.window import WASTED, ConcurrencyWindow
 
 SIZE, BATCH = 8, 16
 LOADS = st.lists(
@@ -111,11 +111,22 @@ def test_limit_falls_when_engines_prefill_again() -> None:
     for needed, cuts in ((1000.0, 0), (100.0, 1)):
         window = ConcurrencyWindow(longest=100)
         used_up(window, load(6000))
-        for second in range(10):
+        for second in range(1, 11):
             said = load(9500, prefilled=1000.0 * second, prefill_seconds=0.9 * second)
             window.observe([said], 1.0, needed)
         assert window.cuts == cuts
-        assert window.wasted == pytest.approx(0.0 if cuts == 0 else 0.9 * 0.9 * (1 - 0.9**9), abs=1e-9)
+        assert window.wasted == pytest.approx(0.0 if cuts == 0 else 0.9 * 0.9 * (1 - 0.9**10), abs=1e-9)
+
+
+def test_prefill_that_comes_long_after_its_request_is_no_waste() -> None:
+    """A slow engine, which does nothing else, prefills what was asked several observations before."""
+    window, prefilled = ConcurrencyWindow(longest=100), 0.0
+    for second in range(100):
+        prefilled += 3000.0 * (second % 4 == 0)
+        said = load(prefilled=prefilled, prefill_seconds=float(second))
+        window.observe([said], 1.0, 3000.0 * (second % 4 == 1))
+        assert window.wasted < WASTED
+    assert window.cuts == 0
 
 
 def test_a_burst_that_waits_to_be_prefilled_changes_nothing() -> None:
