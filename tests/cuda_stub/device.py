@@ -57,6 +57,7 @@ def install(gpu: types.SimpleNamespace = H100) -> None:
         "mem_get_info": lambda *_: (gpu.total_memory, gpu.total_memory),
         "memory_allocated": lambda *_: 0,
         "max_memory_allocated": lambda *_: 0,
+        "reset_peak_memory_stats": lambda *_: None,
         "synchronize": Synchronizations.note,
         "manual_seed": torch.manual_seed,
         "manual_seed_all": lambda *_: None,

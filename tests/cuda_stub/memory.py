@@ -35,9 +35,9 @@ def _state(policy: Any) -> dict[str, int]:
     every = {id(one): one for network in networks for one in (*network.parameters(), *network.packed())}.values()
     parameters = [one for one in every if one.requires_grad]
     shards = [one for optimizer in optimizers for one in optimizer.shards()]
-    reference = policy._reference._weights if policy._reference else []
+    reference = policy._reference.states() if policy._reference else []
     gathered = parallel_state.get_global_memory_buffer().buffer
-    frozen = [one for one in [*reference, *policy._resets._start] if one.device.type == "cuda"]
+    frozen = [one for one in reference if one.device.type == "cuda"]
     return {
         "weights": sum(one.nbytes for one in parameters),
         "frozen base": sum(one.nbytes for one in every if not one.requires_grad),
