@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.integration.updates import MODELS
-from tests.integration.variants import FULL, RECOMPUTE, Variants, run
+from tests.integration.variants import OFFLOAD, RECOMPUTE, run
 
 pytestmark = pytest.mark.integration
 
-OFFLOAD: Variants = {"alone": {".offload.activations": True}}
-OFFLOAD |= {f"and {name}": changes | OFFLOAD["alone"] for name, changes in FULL.items()}
 OFFLOADED = {
     "single": ["llama-tied", "deepseek"],
     "tp2-sp": ["qwen3-untied"],

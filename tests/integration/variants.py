@@ -28,6 +28,8 @@ FULL: Variants = {
     "uniform": {"recompute.granularity": "full"},
     "block": {"recompute.granularity": "full", "recompute.method": "block"},
 }
+OFFLOAD: Variants = {"alone": {".offload.activations": True}}
+OFFLOAD |= {f"and {name}": changes | OFFLOAD["alone"] for name, changes in FULL.items()}
 TWO_LAYERS: Variants = {"two layers": {"recompute.granularity": "full", "recompute.num_layers": 2}}
 RECOMPUTE: dict[str, Variants] = {
     "qwen3-untied": {**FULL, "selective": selective("core_attn", "layernorm", "mlp")},

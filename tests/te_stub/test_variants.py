@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.integration import variants
-from tests.integration.test_activation_offload import OFFLOAD
 from tests.te_stub.settings import FP8, TE
 
 FP8_RECOMPUTED = {"single": "qwen3-untied", "pp2": "qwen3-untied", "pp2-vpp2": "qwen3-moe", "ep2": "qwen3-moe"}
@@ -58,6 +57,6 @@ def test_activations_in_host_memory_change_no_bit(
     fp8: bool, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_layers(monkeypatch, {**TE, **FP8} if fp8 else TE)
-    for counts in variants.run(tmp_path, layout, dict.fromkeys(["qwen3-moe"], OFFLOAD)).values():
+    for counts in variants.run(tmp_path, layout, dict.fromkeys(["qwen3-moe"], variants.OFFLOAD)).values():
         assert min(count["activations"] for count in counts.values()) > 0, counts
         assert max(count["layers"] for count in counts.values()) == 1, counts
