@@ -55,7 +55,7 @@ test-all: tools te-stub peers history  ## everything that is deterministic (AGEN
 	  $(BIN)/python $$script --quick > .venv/bench.txt; cat .venv/bench.txt; \
 	  tail -n 1 .venv/bench.txt | $(BIN)/python -c "import json, sys; json.load(sys.stdin)['machine']"; done
 
-nightly: tools  ## the tests of test-all that test does not have; PART=2/3 is one part of them, by file
+nightly: tools  ## the tests of test-all that test does not have; PART=2/6 is one part of them, by file
 	ASYNCRL_PART=$(PART) $(SESSION) -m "$(FREE) and nightly"
 
 core: setup bubblewrap  ## what is left where extensions are deleted (ARGS="NAME ..." for some)

@@ -30,7 +30,7 @@ SANDBOXES = (
 )
 """These tests look for what sandboxes have left anywhere on the machine, so they run one at a time."""
 PART = os.environ.get("ASYNCRL_PART", "")
-"""Such as 2/3: of all files of tests, only those of this part run."""
+"""Such as 2/6: of all files of tests, only those of this part run."""
 
 
 def _files(*names: str) -> tuple[str, ...]:

@@ -26,6 +26,6 @@ def test_new_integration_file_is_nightly_a_unit_test_daily() -> None:
 
 def test_parts_cover_every_file_once() -> None:
     files = [str(file) for file in (ROOT / "tests").rglob("test_*.py")]
-    parts = [{file for file in files if chosen(file, f"{number}/3")} for number in range(3)]
+    parts = [{file for file in files if chosen(file, f"{number}/6")} for number in range(6)]
     assert sum(map(len, parts)) == len(files) == len(set.union(*parts))
     assert min(map(len, parts)) > 0

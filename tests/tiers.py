@@ -3,8 +3,8 @@
 A test of tests/integration starts engines, trainers or whole runs. It runs in `make test` if its node id begins with
 an entry of DAILY, and is marked `nightly` otherwise: a new one costs nobody minutes until somebody adds it here. What
 README and docs claim of the core should have one in DAILY; what they claim of an extension may be nightly. All other
-tests run in `make test`, unless they begin with an entry of NIGHTLY. CI runs a third of the nightly tests, by file,
-which its commit chooses (ASYNCRL_PART=2/3).
+tests run in `make test`, unless they begin with an entry of NIGHTLY. CI runs a sixth of the nightly tests, by file,
+which its commit chooses (ASYNCRL_PART=2/6).
 """
 
 from __future__ import annotations
@@ -135,6 +135,6 @@ def daily(nodeid: str) -> bool:
 
 
 def chosen(file: str, part: str) -> bool:
-    """Return whether a file belongs to a part of all tests: chosen("tests/x.py", "2/3")."""
+    """Return whether a file belongs to a part of all tests: chosen("tests/x.py", "2/6")."""
     number, _, parts = part.partition("/")
     return zlib.crc32(file.encode()) % int(parts) == int(number) % int(parts)
