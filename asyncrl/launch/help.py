@@ -152,7 +152,8 @@ def sections() -> list[FieldGroup]:
         else:
             found.append(FieldGroup("", "", [Field(name, _readable(kind), _in_one_line(meanings[name]))]))
     for folder in sorted(EXTENSIONS.glob("*/")):
-        own = classes | _classes(folder) if (settings := _settings(folder)) else {}
+        settings = _settings(folder)
+        own = classes | _classes(folder) if settings else {}
         for name, kind in settings.items():
             meaning = _in_one_line(ast.get_docstring(own[kind]) or "")
             found.append(FieldGroup(name, meaning, list(_below(own, own[kind], name))))

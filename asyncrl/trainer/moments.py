@@ -33,7 +33,7 @@ def shards_of(part: Any, dtype: str, applied: int, *, fused: bool) -> Iterator[S
         for name in MOMENTS:
             if name not in state:
                 _zero(part.optimizer, master, name, dtype)
-        _count(part.optimizer, state, applied, fused=fused)
+        set_step_count(part.optimizer, state, applied, fused=fused)
         yield Shard(parameter, start, master.detach().view(-1), {name: state[name].view(-1) for name in MOMENTS})
 
 
@@ -65,7 +65,7 @@ def _zero(optimizer: Any, master: Tensor, moment: str, dtype: str) -> None:
         optimizer._initialize_state(master, moment, zero_buffer=True)
 
 
-def _count(optimizer: Any, state: dict[str, Any], applied: int, *, fused: bool) -> None:
+def set_step_count(optimizer: Any, state: dict[str, Any], applied: int, *, fused: bool) -> None:
     """Set the number of steps used by bias correction. torch's AdamW keeps one per parameter, on the host unless it is
     fused (it reads the number); Apex and TransformerEngine keep one per group."""
     if is_torchs(optimizer):

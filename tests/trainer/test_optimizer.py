@@ -12,7 +12,7 @@ from asyncrl.platforms import here
 
 here().prepare_trainer()
 
-from asyncrl.trainer.moments import _count  # noqa: E402
+from asyncrl.trainer.moments import set_step_count  # noqa: E402
 from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
 
 
@@ -66,5 +66,5 @@ def test_step_counts_are_on_device_only_if_fused(fused: bool) -> None:
     optimizer = torch.optim.AdamW([parameter])
     moment = SimpleNamespace(device=parameter.device, is_cuda=True)
     state: dict[str, Any] = {"exp_avg": moment, "exp_avg_sq": moment}
-    _count(optimizer, state, 4, fused=fused)
+    set_step_count(optimizer, state, 4, fused=fused)
     assert state["step"].device.type == ("meta" if fused else "cpu")
