@@ -85,7 +85,7 @@ class Loads:
         except httpx.TransportError:
             return None  # the engine is dead or restarting
         if response.status_code == 404:
-            raise EngineError(f"{url} does not report its load (GET /v1/loads): SGLang 0.5.20 or newer is needed")
+            raise EngineError(f"{url} does not report its load (GET /v1/loads): SGLang 0.5.21 or newer is needed")
         if response.status_code != 200:
             return None
         return load_of(response.json()["loads"], url)

@@ -325,7 +325,7 @@ class PartialAnswer:
             return [VersionSpan(self.asked_at, 0, len(self.token_ids), inferred=True)]
         reported = self.last.weight_versions if self.last else None
         if reported is None:
-            raise EngineError("the engine reports no weight_versions: SGLang 0.5.19 or newer is needed")
+            raise EngineError("the engine reports no weight_versions: SGLang 0.5.21 or newer is needed")
         own = len(self.token_ids) if self.ended else max((span.end for span in reported), default=0)
         return [VersionSpan(int(one.version), one.start, min(one.end, own)) for one in reported if one.start < own]
 

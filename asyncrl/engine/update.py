@@ -4,8 +4,7 @@
                again under the new weights; abort: they return unfinished, and the client requests the rest; drain:
                the rollout side has waited until none is in flight
     flush      drop the caches of the old weights, except with in_place
-    begin      open a session (SGLang 0.5.21 and later); earlier servers have no sessions (404) and need none. A session
-               that a dead trainer left open is closed first
+    begin      open a session. One that a dead trainer left open is closed first
     (bytes)    transfer the weights
     end        post-process the weights in the engine
     (verify)   compare checksums, when they are due
@@ -51,7 +50,7 @@ class RolloutSide:
 
 
 class Update:
-    """Update protocol of a run's fleet. It remembers which engines have no sessions."""
+    """Update protocol of a run's fleet."""
 
     def __init__(self, fleet: Fleet, *, mode: str, before_label: Callable[[str], Answer] | None = None) -> None:
         """`before_label` is called with each engine before it gets a version's label."""
@@ -59,7 +58,6 @@ class Update:
         self._before_label = before_label
         # no request is left to abort; after a retraction a scheduler would not even clean up what has just ended
         self._mode = "abort" if mode == "drain" else mode
-        self._sessionless: set[str] = set()
 
     @contextmanager
     def paused(self) -> Iterator[Pause]:
@@ -78,7 +76,7 @@ class Update:
         """Open an update session, so that weights may be sent in this block."""
         self.fleet.on_each(self._begin)
         yield
-        self.fleet.on_each(self._end)
+        self.fleet.call("/end_weight_update")
 
     def label(self, version: int) -> None:
         """Set the version of the weights, once all of them have arrived. Engines that do not confirm it are lost."""
@@ -101,16 +99,8 @@ class Update:
             time.sleep(FLUSH_PAUSE)
 
     def _begin(self, url: str) -> Answer:
-        if url in self._sessionless:
-            return {}
         try:
             return self.fleet.post(url, "/begin_weight_update", {"selector": self.fleet.selector})
-        except CallRefused as refusal:
-            if refusal.status == 404:
-                self._sessionless.add(url)
-                return {}
-        self.fleet.post(url, "/end_weight_update")  # a trainer that died left its session open
-        return self.fleet.post(url, "/begin_weight_update", {"selector": self.fleet.selector})
-
-    def _end(self, url: str) -> Answer:
-        return {} if url in self._sessionless else self.fleet.post(url, "/end_weight_update")
+        except CallRefused:  # a trainer that died left its session open
+            self.fleet.post(url, "/end_weight_update")
+            return self.fleet.post(url, "/begin_weight_update", {"selector": self.fleet.selector})

@@ -242,8 +242,7 @@ def parse(answer: dict[str, Any]) -> Checksums:
     """
     by_rank: dict[int, dict[str, str]] = {}
     for rank in answer.get("ranks") or []:
-        place = rank["parallelism_info"]
-        place = place[0] if isinstance(place, list) else place  # SGLang 0.5.20 gives one entry, not a list
+        place = rank["parallelism_info"][0]
         number = place.get("pp_rank", 0) * place.get("tp_size", 1) + place["tp_rank"]
         if by_rank.setdefault(number, rank["checksums"]) != rank["checksums"]:
             raise EngineError(f"/weights_checker returned two sets of checksums for rank {number}: {str(answer)[:200]}")

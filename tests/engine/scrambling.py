@@ -125,7 +125,7 @@ class ScramblingEngine:
         checksums = ExpectedChecksums(self._hf, EngineParallel(), dtype=torch.float32)
         for name, tensor in self.weights.items():
             checksums.add(name, tensor)
-        return {"ranks": [{"parallelism_info": {"tp_rank": 0}, "checksums": checksums.result()[0]}]}
+        return {"ranks": [{"parallelism_info": [{"tp_rank": 0}], "checksums": checksums.result()[0]}]}
 
     def _label(self, body: dict[str, Any]) -> dict[str, Any]:
         self.version = body["new_version"]

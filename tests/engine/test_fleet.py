@@ -187,17 +187,6 @@ def test_requests_of_a_lost_engine_are_aborted(engines, fleet) -> None:
     assert engines[1].calls == []
 
 
-def test_server_without_sessions_is_asked_once(engines, fleet) -> None:
-    for engine in engines:
-        engine.faults["/begin_weight_update"] = (404, {"detail": "Not Found"})
-    protocol = Update(fleet, mode="in_place")
-    for _ in range(2):
-        with protocol.session():
-            pass
-    assert all(engine.calls == ["/begin_weight_update"] for engine in engines)
-    assert len(fleet.serving) == 2
-
-
 def test_session_that_a_dead_trainer_left_open_is_closed_first(engines, fleet) -> None:
     engines[0].once["/begin_weight_update"] = (400, {"success": False, "message": "a session is already open"})
     update(engines, fleet)

@@ -49,7 +49,7 @@ def test_engines_that_are_dead_or_refuse_are_left_out() -> None:
 
 
 def test_an_engine_that_does_not_know_the_question_is_too_old() -> None:
-    with pytest.raises(EngineError, match=r"GET /v1/loads.*0\.5\.20"):
+    with pytest.raises(EngineError, match=r"GET /v1/loads.*0\.5\.21"):
         asked({"a": httpx.Response(404)})
 
 
