@@ -30,7 +30,7 @@ def resolved(folder: Path, gpu: str) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for name in SETTINGS:
         for spec in composed(name, folder / name, spare=False):
-            args = prepare_server_args(spec.argv[3:])  # after python -m module
+            args = prepare_server_args(spec.argv[spec.argv.index("asyncrl.engine.serve") + 1 :])
             args.resolve_once()
             args.check_server_args()
             visible = len(spec.env["CUDA_VISIBLE_DEVICES"].split(","))
