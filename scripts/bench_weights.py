@@ -54,6 +54,7 @@ from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets  # noqa: E402
 from asyncrl.weights.distributed import group_beside_the_default  # noqa: E402
 from asyncrl.weights.layouts import dims_of  # noqa: E402
+from asyncrl.weights.loading import load  # noqa: E402
 from asyncrl.weights.publish import Publisher  # noqa: E402
 from asyncrl.weights.reshard import Resharder  # noqa: E402
 from scripts import machine  # noqa: E402
@@ -333,7 +334,7 @@ def resharder(config: Config, model: Path) -> Resharder:
     hf = megatron.read_hf_config(model)
     built = megatron.build_model(hf, megatron.transformer_config(hf, config.trainer))
     weights = Resharder([built.to(getattr(torch, config.trainer.dtype))], hf["architectures"][0], dims_of(hf), parallel)
-    weights.load(model)
+    load(weights, model)
     return weights
 
 

@@ -47,6 +47,7 @@ from asyncrl.network.addresses import Addresses  # noqa: E402
 from asyncrl.rollout.parts import load_tokenizer  # noqa: E402
 from asyncrl.rollout.prompts import Prompts  # noqa: E402
 from asyncrl.schema import Batch, decode_batch  # noqa: E402
+from asyncrl.tasks.build import build  # noqa: E402
 from asyncrl.trainer.batch_source import RolloutClient  # noqa: E402
 from asyncrl.trainer.loop import train  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
@@ -205,7 +206,7 @@ def _finite(shape: dict[str, float]) -> dict[str, float]:
 
 
 def _tasks(config: Config) -> dict[str, tasks.Task]:
-    return {name: tasks.build(task) for name, task in config.mixture.items()}
+    return {name: build(task) for name, task in config.mixture.items()}
 
 
 class DilatedTrainer(StagedPublisher):

@@ -39,18 +39,18 @@ from asyncrl.models.catalog import resolve
 from asyncrl.network.addresses import Access, Addresses
 from asyncrl.network.ports import free_port
 from asyncrl.observability.intervals import DECODE, PREFILL
-from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.groups import ConcurrencyLimiter
 from asyncrl.rollout.parts import PlayingParts, load_tokenizer
 from asyncrl.rollout.player import GroupPlayer
 from asyncrl.rollout.prompts import Prompts, question_of, render
 from asyncrl.rollout.reporters import FailureReporter, RolloutRun
-from asyncrl.rollout.snapshot import ResumableGroups
+from asyncrl.rollout.snapshot import ResumableBuffer, ResumableGroups
 from asyncrl.rollout.timelines import Timelines
 from asyncrl.rollout.worker import Worker
 from asyncrl.schema import encode
-from asyncrl.tasks import Question, Task, build_all
+from asyncrl.tasks import Question, Task
+from asyncrl.tasks.build import build_all
 from asyncrl.tasks.scores import TaskScoreReward
 
 KEY, SIZE, MODEL_LENGTH = "key", 8, 8192
@@ -134,7 +134,7 @@ async def measure(
         for one in hooks:
             one.start(run)
         timelines = Timelines([one.record for one in hooks])
-        groups = ResumableGroups(CohortBuffer(batch, 2), playing.client, timelines=timelines, hooks=hooks)
+        groups = ResumableGroups(ResumableBuffer(batch, 2), playing.client, timelines=timelines, hooks=hooks)
         prompts = Prompts(config, built, template, MODEL_LENGTH, ahead=getattr(playing, "ahead", None))
         worker = Worker(
             groups,

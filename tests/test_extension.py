@@ -34,7 +34,8 @@ from asyncrl.rollout.limiter import FixedConcurrency
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import question_of
 from asyncrl.rollout.reporters import RolloutRun
-from asyncrl.tasks import Task, build, build_all
+from asyncrl.tasks import Task
+from asyncrl.tasks.build import build, build_all
 from asyncrl.weights.transports import build_transport
 from tests.fakes import GIVEN, FakeTemplate, addresses, compose_values, tiny_config, tiny_values
 from tests.launch.checks.worlds import machine, nodes, placed

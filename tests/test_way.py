@@ -12,8 +12,8 @@ from tests.rollout.machinery import Timing, machinery
 
 PACKAGE = Path(asyncrl.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
-MOST_FILES, MOST_LINES = 45, 8_600
-"""Lower them after a deletion; the aim is 8,000 lines."""
+MOST_FILES, MOST_LINES = 44, 8_000
+"""Lower them after a deletion, and never raise them."""
 WIRING = {"rollout/__main__.py", "trainer/__main__.py"}
 BESIDE = (
     "observability/",

@@ -26,12 +26,11 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.advantage import GroupStatistics
-from asyncrl.algo.turns import TurnContext, TurnTable, sum_into, turn_contexts
+from asyncrl.algo.branches import TurnTable, turn_table
+from asyncrl.algo.turns import TurnContext, turn_contexts
 from asyncrl.schema import Group, Turn
 
 T = TypeVar("T", bound="TokenTable")
-ROUNDING = 1e-9
-"""Less than this of a turn's continuations counts as none."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class TokenTable:
     @cached_property
     def turns(self) -> TurnTable:
         """The turns."""
-        return _turns(self)
+        return turn_table(self)
 
     @cached_property
     def groups(self) -> GroupStatistics:
@@ -164,39 +163,6 @@ class LossRows(TrainingTable):
     """The rows of a micro-batch, with all that a loss may use."""
 
     proximal: Tensor  # of a single optimizer step: the log-probabilities of the policy in training, detached
-
-
-def _turns(table: TokenTable) -> TurnTable:
-    starts = torch.ones(table.num_tokens, dtype=torch.bool)
-    starts[1:] = (table.owner[1:] != table.owner[:-1]) | (table.turn[1:] != table.turn[:-1])
-    first = starts.nonzero()[:, 0]
-    last = torch.cat([first[1:], first.new_tensor([table.num_tokens])])[: len(first)] - 1
-    of_token = starts.cumsum(0) - 1
-    owner, share = table.owner[first], table.share[first]
-    span = int(table.turn.max()) + 1 if table.num_tokens else 1
-    found = torch.searchsorted(owner * span + table.turn[first], owner * span + table.parent[first])
-    parent = torch.where(table.parent[first] >= 0, found, -1)
-    after = parent >= 0
-    part = torch.where(after, share / share[parent], share) if len(share) else share
-    ends = (1.0 - sum_into(part[after], parent[after], len(first))).clamp(min=0.0)
-    rewards = sum_into(table.token_reward, of_token, len(first))
-    ends = torch.where(ends < ROUNDING, 0.0, ends)
-    context, state = table.context[first], table.state[first]
-    return TurnTable(
-        first=first,
-        last=last,
-        of_token=of_token,
-        owner=owner,
-        parent=parent,
-        share=share,
-        part=part,
-        ends=ends,
-        rewards=rewards,
-        outcome=table.reward[owner],
-        of_tokens=table.token_reward,
-        context=context,
-        state=state,
-    )
 
 
 WHOLE = ("episode", "group", "reward", "truncated")

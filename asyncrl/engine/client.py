@@ -29,7 +29,7 @@ from asyncrl.extension import PlayerHooks
 from asyncrl.images import ImageReader, images_in
 from asyncrl.observability.intervals import RETRY
 from asyncrl.retries import Patience
-from asyncrl.schema import Completion, Exchange, Message
+from asyncrl.schema import Completion, Message
 
 RESERVED = 7
 """Least number of tokens by which a prompt must be shorter than an engine's context. SGLang refuses a prompt of
@@ -163,17 +163,6 @@ class GenerationClient:
             born=self.inflight.version if born is None else born,
             pinned=pinned,
         )
-
-    def resume(self, group: str, sample: str, born: int, received: int, said: list[Exchange]) -> GenerationSession:
-        """Restore the session of an episode of a saved run.
-
-        With seeds, the saved completions are dropped and generated again from their start, because the last bits of an
-        engine's numbers depend on whether it prefills a token or generates it.
-        """
-        session = self.generate(group=group, sample=sample, born=born)
-        session.received = received
-        session.recalled = list(said) if self._settings.seed is None else []
-        return session
 
     async def close(self) -> None:
         """Cancel the requests that are still open, and close the connections."""

@@ -88,7 +88,7 @@ class Placement:
         return sum(seat.node == mine for seat in self.trainers[:rank])
 
 
-class _Room:
+class Room:
     """The unassigned GPUs and ports of a node."""
 
     def __init__(self, node: Node, cluster: ClusterConfig) -> None:
@@ -98,13 +98,14 @@ class _Room:
         self._ports: Iterator[int] = iter(node.ports)
 
     def seat(self, gpus: int = 0, ports: int = 0) -> Seat:
+        """Assign so many GPUs and ports."""
         taken = tuple(self.free[:gpus])
         self.free = self.free[gpus:]
         port = next(self._ports) if ports > 0 else 0
         meeting = next(self._ports) if ports > 1 else 0
         return Seat(self.node, taken, port, meeting, self._scheme)
 
-    def again(self, gpus: Sequence[int]) -> _Room:
+    def again(self, gpus: Sequence[int]) -> Room:
         """Return this node with these GPUs, to be assigned a second time."""
         room = copy(self)
         room.free = list(gpus)
@@ -119,7 +120,7 @@ def ports_wanted(config: Config) -> int:
 
 def place(config: Config, nodes: Sequence[Node]) -> Placement:
     """Assign every process of the run to a machine. Raises ConfigError if there are too few machines."""
-    rooms = [_Room(node, config.cluster) for node in nodes]
+    rooms = [Room(node, config.cluster) for node in nodes]
     working = rooms[config.cluster.cpu_nodes :]
     if not working:
         rollouts = config.cluster.cpu_nodes
@@ -137,10 +138,10 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
         return Placement(router, rollout, trainers, [])
     fleets: dict[str, list[list[Seat]]] = {}
     for name, section in config.fleets.items():
-        rooms_for = others if config.cluster.trainer_nodes or not _on_gpu(name, section, each) else working
+        rooms_for = others if config.cluster.trainer_nodes or not uses_gpus(name, section, each) else working
         if name == "engine" and config.cluster.shares_gpus:
             rooms_for = _shared(config, trainers, working[:used])
-        fleets[name] = _fleet(name, section, section.started, rooms_for, each)
+        fleets[name] = place_fleet(name, section, section.started, rooms_for, each)
     frozen = {role: [seats[0] for seats in fleets[role]] for role in config.frozen}
     hosts = [room.seat() for room in {id(room): room for room in (head, *others)}.values()]
     ports = {
@@ -149,7 +150,7 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
     return Placement(router, rollout, trainers, fleets["engine"], frozen, hosts, ports)
 
 
-def _shared(config: Config, trainers: list[Seat], rooms: list[_Room]) -> list[_Room]:
+def _shared(config: Config, trainers: list[Seat], rooms: list[Room]) -> list[Room]:
     """Return the trainers' machines with the trainers' GPUs, for engines that use them, too."""
     gpus = {seat.node.name: seat.gpus for seat in trainers}
     rooms = [room.again(gpus[room.node.name]) for room in rooms]
@@ -164,34 +165,25 @@ def _shared(config: Config, trainers: list[Seat], rooms: list[_Room]) -> list[_R
     return rooms
 
 
-def place_engines(config: Config, nodes: Sequence[Node], count: int | None) -> list[list[Seat]]:
-    """Place additional engines on machines of their own. Without `count`, place as many as fit the GPUs, or one per
-    machine without GPUs. Raises ConfigError if there are too few machines."""
-    each, rooms = len(nodes[0].gpus), [_Room(node, config.cluster) for node in nodes]
-    if count is None:
-        gpu, ranks = _on_gpu("engine", config.engine, each), config.engine.ranks
-        of_one = each // ranks if each >= ranks else 0
-        count = max(1, len(nodes) * of_one or len(nodes) * each // ranks) if gpu else len(nodes)
-    return _fleet("engine", config.engine, count, rooms, each)
-
-
-def _fleet(
-    name: str, section: EngineConfig | AuxiliaryModelConfig, count: int, rooms: list[_Room], each: int
+def place_fleet(
+    name: str, section: EngineConfig | AuxiliaryModelConfig, count: int, rooms: list[Room], each: int
 ) -> list[list[Seat]]:
-    if _on_gpu(name, section, each):
+    """Place the engines of a section on machines with `each` GPUs. Raises ConfigError if they do not fit."""
+    if uses_gpus(name, section, each):
         return [_on_gpus(name, section, rooms, each) for _ in range(count)]
     return [[rooms[number % len(rooms)].seat(ports=2)] for number in range(count)]
 
 
-def _on_gpu(name: str, section: TrainerConfig | EngineConfig | AuxiliaryModelConfig, each: int) -> bool:
+def uses_gpus(name: str, section: TrainerConfig | EngineConfig | AuxiliaryModelConfig, each: int) -> bool:
+    """Return whether the processes of a section use GPUs, of which each machine has `each`. Raises ConfigError."""
     if section.device == "cuda" and not each:
         raise ConfigError(f"{name}.device", "cuda", "The machines have no visible GPU: use cpu or auto.")
     return on_gpu(section, each)
 
 
-def _trainers(config: Config, rooms: list[_Room], each: int) -> list[Seat]:
+def _trainers(config: Config, rooms: list[Room], each: int) -> list[Seat]:
     world, wanted = config.trainer.world_size, config.cluster.trainer_nodes
-    gpu = _on_gpu("trainer", config.trainer, each)
+    gpu = uses_gpus("trainer", config.trainer, each)
     if gpu:
         count = wanted or -(-world // each)
     else:
@@ -212,7 +204,7 @@ def _trainers(config: Config, rooms: list[_Room], each: int) -> list[Seat]:
     return seats
 
 
-def _on_gpus(name: str, section: EngineConfig | AuxiliaryModelConfig, rooms: list[_Room], each: int) -> list[Seat]:
+def _on_gpus(name: str, section: EngineConfig | AuxiliaryModelConfig, rooms: list[Room], each: int) -> list[Seat]:
     ranks = section.ranks
     for room in rooms:
         if len(room.free) >= ranks:

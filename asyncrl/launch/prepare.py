@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl import jsonl, tasks
+from asyncrl import jsonl
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch import precision, resume
@@ -26,6 +26,7 @@ from asyncrl.lookup import active
 from asyncrl.models import catalog
 from asyncrl.models.architectures import flat
 from asyncrl.network.addresses import MACHINE
+from asyncrl.tasks.build import build_all
 from asyncrl.tasks.scores import rewards
 from asyncrl.user_code import announced
 
@@ -43,7 +44,7 @@ def check_files(config: Config) -> list[object]:
     from asyncrl.rollout.agent import agents  # imports a web server
 
     with announced() as parts:
-        built = tasks.build_all(config)
+        built = build_all(config)
         rewards(config, built)
         if config.generates:
             agents(config, built, tell=print)

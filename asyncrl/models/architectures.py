@@ -73,7 +73,7 @@ LACKS = {
 
 
 def check_architecture(hf: HF) -> None:
-    """Raise ConfigError for models that trainer/model.py and weights/names.py do not support; `hf` is the folder's
+    """Raise ConfigError for models that trainer/model.py and weights/mapping.py do not support; `hf` is the folder's
     config.json."""
     name = (hf.get("architectures") or ["none named"])[0]
     if why := LACKS.get(name):

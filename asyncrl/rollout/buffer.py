@@ -39,7 +39,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
@@ -98,27 +98,6 @@ class Cohort:
     issued: int = 0  # slots issued so far
     playing: int = 0
     taken: int = 0  # seats of groups that are ready, in training or trained
-
-
-@dataclass
-class BufferState:
-    """Complete state of a buffer."""
-
-    version: int
-    next_slot: int
-    filling: int
-    cohorts: dict[int, Cohort]
-    running: list[RunningGroup]
-    ready: list[ReadyGroup]
-    unwanted: list[Ticket]
-    issued: dict[str, int]
-    trained: dict[str, int]
-    tokens: dict[str, int]
-    rejected: dict[str, dict[str, int]]
-    requeued: int
-    lead: int
-    wanted_lead: int
-    training: dict[int, list[ReadyGroup]] = field(default_factory=dict)  # by step; none in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -263,10 +242,6 @@ class CohortBuffer:
         self.books.train(trained)
         self._move_lead()
 
-    def taken(self, step: int) -> list[Group]:
-        """Return the groups of a step that were taken and whose version is not published yet."""
-        return [played.group for played in self._training.get(step, [])]
-
     @property
     def training(self) -> list[Group]:
         """The batch that was taken last, until the version that it produces is published."""
@@ -295,45 +270,6 @@ class CohortBuffer:
             f"step {self.step} needs {self._left} ready groups, but has {len(self._ready)}; {due}"
             f"{len(self._running)} running, the oldest for {oldest:.0f} s; version {self.version}"
         )
-
-    # -- checkpoint ----------------------------------------------------------------------------------------
-
-    def state(self) -> BufferState:
-        """Return the state. Serialize it immediately: it shares its parts with the buffer."""
-        books = self.books
-        return BufferState(
-            self.version,
-            self._next_slot,
-            self._filling,
-            dict(self._cohorts),
-            list(self._running.values()),
-            list(self._ready.values()),
-            self._unwanted,
-            dict(books.issued),
-            dict(books.trained),
-            dict(books.tokens),
-            {reason: dict(units) for reason, units in books.rejected.items()},
-            books.requeued,
-            self.lead,
-            self._wanted_lead,
-            dict(self._training),
-        )
-
-    def restore(self, state: BufferState) -> None:
-        """Restore the state of a buffer with the same settings. The clock of groups that were running starts anew."""
-        self.version = state.version
-        self._training = dict(state.training)
-        complete = [step for step, taken in state.training.items() if len(taken) == self.batch_groups]
-        self.step = max([state.version - 1, *complete]) + 1
-        self._next_slot, self._filling = state.next_slot, state.filling
-        self._cohorts = dict(state.cohorts)
-        self.lead = state.lead
-        self._wanted_lead = state.wanted_lead
-        self._running = {one.ticket.slot: replace(one, since=self._clock()) for one in state.running}
-        self._ready = {one.group.slot: one for one in state.ready}
-        self._ready_of = Counter(one.cohort for one in state.ready)
-        self._unwanted = state.unwanted
-        self.books.restore(state)
 
     # -- internals -----------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from asyncrl.jsonl import Tail
 from asyncrl.network.addresses import READY, Addresses, times_restarted
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import close_all
-from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.events import Began
 from asyncrl.rollout.groups import ConcurrencyLimiter
@@ -32,12 +32,13 @@ from asyncrl.rollout.parts import ModelParts, PlayingParts, PlaysEpisodes
 from asyncrl.rollout.prompts import Prompts
 from asyncrl.rollout.reporters import RolloutRun, RunReporter
 from asyncrl.rollout.server import RolloutServer
-from asyncrl.rollout.snapshot import GroupsState, ResumableGroups, Snapshot
+from asyncrl.rollout.snapshot import GroupsState, ResumableBuffer, ResumableGroups, Snapshot
 from asyncrl.rollout.status import StatusFile
 from asyncrl.rollout.timelines import Timelines
 from asyncrl.rollout.worker import Worker
 from asyncrl.schema import Prompt
-from asyncrl.tasks import Task, build_all
+from asyncrl.tasks import Task
+from asyncrl.tasks.build import build_all
 from asyncrl.user_code import load
 
 RETRY_SECONDS = 0.5
@@ -241,9 +242,9 @@ def _playing(
     return next(elsewhere, None) or PlayingParts.build(run.config, run.addresses, model, tasks, run.warn, requests)
 
 
-def build_buffer(rollout: RolloutConfig, *, overlap: bool) -> CohortBuffer:
+def build_buffer(rollout: RolloutConfig, *, overlap: bool) -> ResumableBuffer:
     """Build the buffer that the configuration describes. `overlap` is weights.overlap."""
-    return CohortBuffer(
+    return ResumableBuffer(
         rollout.batch_groups,
         rollout.max_staleness,
         rollout.lead,

@@ -1,4 +1,5 @@
-"""Questions that are held out for evaluation, which are drawn before the first prompt of the training."""
+"""Questions that are held out for evaluation, or are too long, which are found before the first prompt of the
+training."""
 
 from __future__ import annotations
 
@@ -28,6 +29,24 @@ def training_range(name: str, task: Task, overlong: Collection[int], count: int)
             f"Task {name} has {task.size} questions, so that none would be left for training: lower it.",
         )
     return first, task.size
+
+
+def overlong_questions(
+    name: str, task: Task, length: Callable[[int], int], *, longest: int, refuses: bool, tell: Callable[[str], None]
+) -> Collection[int]:
+    """Return the indices of overlong questions of a finite task; `length` returns how many tokens one has. Raises
+    ConfigError if overlong questions are refused, or if no others are left."""
+    overlong = {index: tokens for index in range(task.size or 0) if (tokens := length(index)) > longest}
+    if overlong:
+        text = (
+            f"{len(overlong)} of the {task.size} questions of {name} are longer than the {longest} tokens that "
+            f"rollout.max_new_tokens leaves for a prompt; the longest has {max(overlong.values())}, the first is "
+            f"number {min(overlong)}"
+        )
+        if refuses or len(overlong) == task.size:
+            raise ConfigError("rollout.overlong_prompts", "refuse" if refuses else "skip", f"{text}.")
+        tell(f"{text}: they are skipped (rollout.overlong_prompts)")
+    return overlong.keys()
 
 
 def draw_held_out(

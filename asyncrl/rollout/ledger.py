@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 from asyncrl.errors import LedgerError
 
 if TYPE_CHECKING:
-    from asyncrl.rollout.buffer import BufferState, ReadyGroup, RunningGroup
+    from asyncrl.rollout.buffer import ReadyGroup, RunningGroup
+    from asyncrl.rollout.snapshot import BufferState
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 
 import msgspec
 
@@ -22,7 +22,7 @@ from asyncrl import lookup
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.images import READS_NONE, ImageReader, ImageRefused, images_in, without_images
-from asyncrl.rollout.held_out import MAX_SKIPS, draw_held_out, training_range
+from asyncrl.rollout.held_out import MAX_SKIPS, draw_held_out, overlong_questions, training_range
 from asyncrl.schema import Identity, Prompt, Template
 from asyncrl.tasks import Question, Task, ask
 
@@ -80,7 +80,10 @@ class Prompts:
         self._serial = 0
         self._drawn: Counter[str] = Counter()
         self._begun: dict[tuple[str, int], tuple[Question, list[Future[bytes]]]] = {}  # by task and index
-        self._overlong = {name: self._look_through(name) for name in config.mixture | config.eval_sets}
+        look = partial(overlong_questions, longest=self._longest, refuses=self._refuses, tell=tell)
+        self._overlong = {
+            name: look(name, tasks[name], partial(self._length, name)) for name in config.mixture | config.eval_sets
+        }
         ranges = {
             name: training_range(name, tasks[name], self._overlong[name], self._questions) for name in config.mixture
         }
@@ -187,35 +190,24 @@ class Prompts:
             order.shuffle(epoch)
             yield from epoch
 
-    def _look_through(self, name: str) -> Collection[int]:
-        """Return the indices of overlong questions of a finite task. Only questions with enough bytes, or with tools,
-        are rendered: every token has at least one byte. Raises ConfigError if overlong questions are refused, or if no
-        others are left."""
-        task = self._tasks[name]
-        if task.size is None:
-            return ()
-        overlong: dict[int, int] = {}
-        begins = len(self._template.begin([{"role": "user", "content": ""}], ()))
-        for index in range(task.size):
-            question = question_of(task, self._template, index, self._field(name))
-            messages = without_images(question["messages"])
-            most = begins + len(msgspec.json.encode(messages)) + TEMPLATE_BYTES * len(messages)
-            most += self._images.most_tokens * len(images_in(question["messages"]))
-            if question.get("tools") or most > self._longest:
-                with suppress(ImageRefused):  # it is left out when it is drawn
-                    if (length := self._read(question, self._decoding(question))[2]) > self._longest:
-                        overlong[index] = length
-        if overlong:
-            longest = max(overlong.values())
-            text = (
-                f"{len(overlong)} of the {task.size} questions of {name} are longer than the {self._longest} tokens "
-                f"that rollout.max_new_tokens leaves for a prompt; the longest has {longest}, the first is number "
-                f"{min(overlong)}"
-            )
-            if self._refuses or len(overlong) == task.size:
-                raise ConfigError("rollout.overlong_prompts", "refuse" if self._refuses else "skip", f"{text}.")
-            self._tell(f"{text}: they are skipped (rollout.overlong_prompts)")
-        return overlong.keys()
+    @cached_property
+    def _around(self) -> int:
+        """Number of tokens around an only message."""
+        return len(self._template.begin([{"role": "user", "content": ""}], ()))
+
+    def _length(self, name: str, index: int) -> int:
+        """Return how many tokens a question has: of one that fits and is without tools, an upper limit that fits too,
+        as every token has at least one byte. One whose image is refused, which is left out when it is drawn, has 0."""
+        question = question_of(self._tasks[name], self._template, index, self._field(name))
+        messages = without_images(question["messages"])
+        most = self._around + len(msgspec.json.encode(messages)) + TEMPLATE_BYTES * len(messages)
+        most += self._images.most_tokens * len(images_in(question["messages"]))
+        if most <= self._longest and not question.get("tools"):
+            return most
+        try:
+            return self._read(question, self._decoding(question))[2]
+        except ImageRefused:
+            return 0
 
     def _rendered_ahead(self, uid: str, name: str, index: int, held_out: Collection[tuple[int, ...]]) -> Prompt | None:
         """Return a prompt that was rendered elsewhere, without its question, which the process that plays it makes

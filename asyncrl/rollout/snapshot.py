@@ -12,18 +12,82 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 
 import msgspec
 
 from asyncrl import schema
+from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import RecordError
-from asyncrl.rollout.buffer import BufferState, Ticket
+from asyncrl.rollout.buffer import Cohort, CohortBuffer, ReadyGroup, RunningGroup, Ticket
 from asyncrl.rollout.events import Published, Saved
 from asyncrl.rollout.groups import GroupInPlay, GroupLifecycle, PromptName
 from asyncrl.rollout.prompts import Cursor
 from asyncrl.schema import Batch, Exchange
+
+
+@dataclass
+class BufferState:
+    """Complete state of a buffer."""
+
+    version: int
+    next_slot: int
+    filling: int
+    cohorts: dict[int, Cohort]
+    running: list[RunningGroup]
+    ready: list[ReadyGroup]
+    unwanted: list[Ticket]
+    issued: dict[str, int]
+    trained: dict[str, int]
+    tokens: dict[str, int]
+    rejected: dict[str, dict[str, int]]
+    requeued: int
+    lead: int
+    wanted_lead: int
+    training: dict[int, list[ReadyGroup]] = field(default_factory=dict)  # by step; none in a checkpoint
+
+
+class ResumableBuffer(CohortBuffer):
+    """A buffer whose state can be saved and restored."""
+
+    def state(self) -> BufferState:
+        """Return the state. Serialize it immediately: it shares its parts with the buffer."""
+        books = self.books
+        return BufferState(
+            self.version,
+            self._next_slot,
+            self._filling,
+            dict(self._cohorts),
+            list(self._running.values()),
+            list(self._ready.values()),
+            self._unwanted,
+            dict(books.issued),
+            dict(books.trained),
+            dict(books.tokens),
+            {reason: dict(units) for reason, units in books.rejected.items()},
+            books.requeued,
+            self.lead,
+            self._wanted_lead,
+            dict(self._training),
+        )
+
+    def restore(self, state: BufferState) -> None:
+        """Restore the state of a buffer with the same settings. The clock of groups that were running starts anew."""
+        self.version = state.version
+        self._training = dict(state.training)
+        complete = [step for step, taken in state.training.items() if len(taken) == self.batch_groups]
+        self.step = max([state.version - 1, *complete]) + 1
+        self._next_slot, self._filling = state.next_slot, state.filling
+        self._cohorts = dict(state.cohorts)
+        self.lead = state.lead
+        self._wanted_lead = state.wanted_lead
+        self._running = {one.ticket.slot: replace(one, since=self._clock()) for one in state.running}
+        self._ready = {one.group.slot: one for one in state.ready}
+        self._ready_of = Counter(one.cohort for one in state.ready)
+        self._unwanted = state.unwanted
+        self.books.restore(state)
 
 
 @dataclass(frozen=True)
@@ -82,6 +146,8 @@ class Snapshot:
 class ResumableGroups(GroupLifecycle):
     """Groups of a run that can be resumed: their state, and what goes on from it."""
 
+    _buffer: ResumableBuffer
+
     def between_batches(self, version: int) -> bool:
         """Return whether this version is published and its batch not begun: the moment of a checkpoint."""
         return (self._buffer.version, self._buffer.step) == (version, version) and not self._parts
@@ -128,12 +194,12 @@ class ResumableGroups(GroupLifecycle):
         for one in state.outstanding:
             uid = one.ticket.uid
             sessions = [
-                self._client.resume(uid, f"{uid} {number}", one.ticket.born, sibling.received, sibling.said)
+                resumed(self._client, uid, f"{uid} {number}", one.ticket.born, sibling)
                 for number, sibling in enumerate(one.siblings)
             ]
             self._playing[one.ticket] = GroupInPlay(one.ticket, one.prompt, sessions)
         for version, parts in state.parts.items():
-            taken = iter(self._buffer.taken(version))
+            taken = (played.group for played in state.buffer.training[version])
             self._parts[version] = [
                 Batch(version, list(islice(taken, part.groups)), part.figures, part.last) for part in parts
             ]
@@ -154,6 +220,15 @@ class ResumableGroups(GroupLifecycle):
             self._client.inflight.release(self._buffer.version)
             self._released.set()
         return since
+
+
+def resumed(client: GenerationClient, group: str, sample: str, born: int, saved: SiblingSnapshot) -> GenerationSession:
+    """Restore the session of an episode. With seeds, the saved completions are dropped and generated again from their
+    start, because the last bits of an engine's numbers depend on whether it prefills a token or generates it."""
+    session = client.generate(group=group, sample=sample, born=born)
+    session.received = saved.received
+    session.recalled = list(saved.said) if session.seed is None else []
+    return session
 
 
 def encode(snapshot: Snapshot) -> bytes:

@@ -1,7 +1,7 @@
 """Tasks: where questions come from and how answers are scored.
 
-A task is two methods; `build` picks the class that a configuration names, `build_all` does so for a whole run.
-Questions are numbered, so a run's order of prompts is a function of its seed and can be resumed.
+A task is two methods; build.py makes those that a configuration names. Questions are numbered, so a run's order of
+prompts is a function of its seed and can be resumed.
 """
 
 from __future__ import annotations
@@ -9,13 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from asyncrl import lookup
-from asyncrl.config import Config
-from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError, EpisodeFailed, raised_by
 from asyncrl.schema import Message
-from asyncrl.tasks.custom import custom_task
-from asyncrl.user_code import load
 
 Question = dict[str, Any]
 
@@ -56,45 +51,6 @@ class Task(Protocol):
     def size(self) -> int | None:
         """Number of questions, or None for an endless task."""
         return None
-
-
-KINDS = {
-    "copy": "asyncrl.tasks.copy_digits:CopyDigits",
-    "file": "asyncrl.tasks.files:FileTask",
-}
-"""Task classes by task.kind, beside those of extensions; each is created with the task's configuration."""
-
-
-def build(config: TaskConfig) -> Task:
-    """Build the task that a configuration names, as extensions wrap it: with its images and its tools."""
-    task = _plain(config)
-    for field in ("image_key", "tools"):
-        if getattr(config, field):
-            task = lookup.wrapped(task, config, field)
-    return task
-
-
-def _plain(config: TaskConfig) -> Task:
-    kinds = KINDS | lookup.offered("tasks")
-    if config.kind in kinds:
-        task: Task = load(kinds[config.kind], "task.kind")(config)
-        return task
-    if ":" in config.kind:
-        return custom_task(config.kind, config.params)
-    raise ConfigError("task.kind", config.kind, f"Must be one of {sorted(kinds)}, or an import path, module:name.")
-
-
-def build_all(config: Config) -> dict[str, Task]:
-    """Build every task and evaluation set of a run, by name. A ConfigError names the field of the set that it is
-    about."""
-    built = {}
-    for name, section in (config.mixture | config.eval_sets).items():
-        try:
-            built[name] = build(section)
-        except ConfigError as error:
-            field = error.field.replace("task.", f"{config.field_of(name)}.")
-            raise ConfigError(field, error.value, error.remedy) from None
-    return built
 
 
 def head(system: str | None, shots: Iterable[tuple[str, str]] = ()) -> list[Message]:

@@ -6,11 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from asyncrl.config import TaskConfig as TaskConfig
-from asyncrl.errors import ConfigError
 from asyncrl.tasks import Question, Task, head
-from asyncrl.tasks.rows import rows_of_file
-
-COUNTED = "rows are counted from 0"
+from asyncrl.tasks.rows import check_row, rows_of_file
 
 
 class FileTask(Task):
@@ -42,15 +39,7 @@ class FileTask(Task):
 
     def _check(self, row: dict[str, Any], where: str) -> None:
         """Raise ConfigError for a row that lacks a field, or whose prompt is invalid."""
-        for name in ("prompt_key", "answer_key", "image_key"):
-            if (key := getattr(self._config, name)) is not None and not _lifted(row, key):
-                raise ConfigError(f"task.{name}", key, f"{where} has only the fields {sorted(row)}; {COUNTED}.")
-        prompt = row[self._config.prompt_key]
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not isinstance(turns, list) or not turns or not all(_is_message(turn) for turn in turns):
-            form = "it must be a text, or a list of messages with role and content"
-            remedy = f"{where} has {prompt!r:.80}: {form}; {COUNTED}."
-            raise ConfigError("task.prompt_key", self._config.prompt_key, remedy)
+        check_row(self._config, row, where)
 
     @property
     def size(self) -> int:
@@ -63,19 +52,3 @@ class FileTask(Task):
         prompt = row[self._config.prompt_key]
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         return {**row, "messages": [*self._head, *messages]}
-
-
-def _lifted(row: dict[str, Any], key: str) -> bool:
-    """Return whether a row has the field. That of an object in the row, as verl's reward_model.ground_truth, becomes
-    one of the row, with the dots in its name."""
-    inner: Any = row
-    for name in () if key in row else key.split("."):
-        if not isinstance(inner, dict) or name not in inner:
-            return False
-        inner = inner[name]
-    row.setdefault(key, inner)
-    return True
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value

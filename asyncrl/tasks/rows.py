@@ -1,4 +1,4 @@
-"""Rows of a user's JSONL, JSON, parquet and arrow files, as a run reads them when it starts."""
+"""Rows of a user's JSONL, JSON, parquet and arrow files, as a run reads and checks them when it starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
+
+COUNTED = "rows are counted from 0"
 
 
 def rows_of_file(field: str, path: str) -> Iterator[dict[str, Any]]:
@@ -89,3 +92,32 @@ def _check_kept(field: str, where: str, row: dict[str, Any]) -> None:
     except (ValueError, TypeError, OverflowError, RecursionError) as error:  # a lone surrogate, 2**64, deep nesting
         remedy = f"It cannot be stored in a recording: {type(error).__name__}: {error}."
         raise ConfigError(field, where, remedy) from None
+
+
+def check_row(config: TaskConfig, row: dict[str, Any], where: str) -> None:
+    """Raise ConfigError for a row of a FileTask that lacks a field, or whose prompt is invalid."""
+    for name in ("prompt_key", "answer_key", "image_key"):
+        if (key := getattr(config, name)) is not None and not _lifted(row, key):
+            raise ConfigError(f"task.{name}", key, f"{where} has only the fields {sorted(row)}; {COUNTED}.")
+    prompt = row[config.prompt_key]
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(turns, list) or not turns or not all(_is_message(turn) for turn in turns):
+        form = "it must be a text, or a list of messages with role and content"
+        remedy = f"{where} has {prompt!r:.80}: {form}; {COUNTED}."
+        raise ConfigError("task.prompt_key", config.prompt_key, remedy)
+
+
+def _lifted(row: dict[str, Any], key: str) -> bool:
+    """Return whether a row has the field. That of an object in the row, as verl's reward_model.ground_truth, becomes
+    one of the row, with the dots in its name."""
+    inner: Any = row
+    for name in () if key in row else key.split("."):
+        if not isinstance(inner, dict) or name not in inner:
+            return False
+        inner = inner[name]
+    row.setdefault(key, inner)
+    return True
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value

@@ -34,7 +34,7 @@ from asyncrl.network.addresses import MACHINE, PEER_FAILED, STOP, STOPPED  # noq
 from asyncrl.observability.timeline import BatchScores  # noqa: E402
 from asyncrl.progress import Progress, failing  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
-from asyncrl.trainer.batch_source import BatchSource, RolloutClient, wait_until_ready  # noqa: E402
+from asyncrl.trainer.batch_source import BatchSource, RolloutClient  # noqa: E402
 from asyncrl.trainer.checkpoint import Checkpoints, Saving  # noqa: E402
 from asyncrl.trainer.feed import BatchFeed  # noqa: E402
 from asyncrl.trainer.gpu_sharing import share_gpu  # noqa: E402
@@ -132,7 +132,7 @@ def _begin(
     changed = rank.addresses.attached or config.changes_base
     if start.checkpoint or start.recovered or changed:
         if config.mode == "train" and rank.parallel.is_first:
-            wait_until_ready(rank.run_dir, config.engine.start_timeout)
+            rank.wait_for_engines()
         publisher.publish(version)  # verified like a first publish; the engines resume only afterwards
         publisher.finish()
     if start.checkpoint and (start.recovered or start.checkpoint.parent == CheckpointStore(rank.run_dir).folder):

@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from asyncrl.algo.samples import denominator
 from asyncrl.algo.table import TrainingTable
 from asyncrl.parallel import Parallel
-from asyncrl.trainer.microbatches import TokenAccumulator
+from asyncrl.trainer.microbatches import Groups, TokenAccumulator
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.policy import Policy
 
 NUMBERS = ("context", "state")
 """Columns of tokens that number something within the table."""
@@ -32,18 +35,20 @@ class BatchParts:
         self._parts = parts
         self._aggregation = aggregation
         self._parallel = parallel
+        self._begin()
+
+    def _begin(self) -> None:
         self._tables = list[TrainingTable]()
         self._seen = list[TokenAccumulator]()
         self._counts: list[int] = []
-        self.trained = 0
-        """Number of groups that have a gradient."""
+        self._trained = 0  # groups that have a gradient
 
     @property
     def begun(self) -> bool:
         """Return whether a part was added."""
         return bool(self._tables)
 
-    def add(self, table: TrainingTable, *, last: bool) -> tuple[TrainingTable, TokenAccumulator]:
+    def _add(self, table: TrainingTable, *, last: bool) -> tuple[TrainingTable, TokenAccumulator]:
         """Add a part whose weights are those of a step over it alone. Return it with the weights to train it with, and
         the accumulator of its results."""
         self._counts.append(denominator(table, self._aggregation))
@@ -53,15 +58,35 @@ class BatchParts:
         return self._tables[-1], self._seen[-1]
 
     @property
-    def correction(self) -> float:
+    def _correction(self) -> float:
         """Return the factor by which the gradient of the parts before the last must be multiplied."""
         return self._estimate / max(1, sum(self._counts))
 
-    def whole(self) -> tuple[TrainingTable, TokenAccumulator]:
+    def _whole(self) -> tuple[TrainingTable, TokenAccumulator]:
         """Return the table of the whole batch, and its results."""
-        factors = [self.correction] * (len(self._tables) - 1) + [1.0]
+        factors = [self._correction] * (len(self._tables) - 1) + [1.0]
         scaled = [replace(one, weights=one.weights * by) for one, by in zip(self._tables, factors, strict=True)]
         return joined(scaled), TokenAccumulator.joined(self._seen, factors)
+
+    def train(self, policy: Policy, groups: Groups, table: TrainingTable, *, last: bool) -> dict[str, float]:
+        """Add the gradient of a part. Take the optimizer step after the last one, and return the statistics of the
+        whole batch; the next part is then the first of another."""
+        objective, lr = policy.objective, policy.optimizer.lr
+        table, seen = self._add(replace(table, weights=objective.shares(groups, table)), last=last)
+        chosen = objective.with_gradient(groups, table)
+        if last and self._trained:
+            policy.network.scale_gradient(self._correction)
+        if chosen or (last and self._trained):  # without groups, the last part still reduces the gradient of the others
+            policy.accumulate(chosen, table, seen, first=not self._trained, last=last)
+        self._trained += len(chosen)
+        if not last:
+            return {}
+        norm, applied = policy.optimizer.step() if self._trained else (0.0, True)
+        policy.network.gather()
+        norms = [0.0, norm] if self._trained else [0.0]
+        figures = {**of_steps(norms, int(not applied), lr, self._trained), **objective.figures(*self._whole())}
+        self._begin()
+        return figures
 
     @property
     def _estimate(self) -> int:
@@ -81,3 +106,16 @@ def joined(tables: Sequence[TrainingTable]) -> TrainingTable:
         found = [column for part in parts if (column := part.columns()[name]) is not None]
         columns[name] = torch.cat(found) if len(found) == len(parts) else None
     return TrainingTable(**columns)
+
+
+def of_steps(norms: list[float], bad: int, lr: float, groups: int) -> dict[str, float]:
+    """Return the statistics of a batch's optimizer steps: `norms` are their gradient norms after a zero, `bad` is the
+    number of bad ones, and `groups` that of groups with a gradient."""
+    return {
+        "groups/trained": float(groups),
+        "lr": lr,
+        "grad_norm": max(norms),
+        "steps/optimizer": float(len(norms) - 1 - bad),
+        "step/skipped": float(len(norms) - 1 == bad),
+        "step/bad": float(bad > 0),
+    }

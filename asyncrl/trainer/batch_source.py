@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,7 +21,7 @@ import msgspec
 from asyncrl.engine.served import InUse
 from asyncrl.engine.update import RolloutSide
 from asyncrl.errors import DeadlineExceeded, PeerFailed
-from asyncrl.network.addresses import READY, Access
+from asyncrl.network.addresses import Access
 
 RETRY_SECONDS = 0.2
 
@@ -141,13 +140,3 @@ class RolloutClient(BatchSource):
         if response.status_code not in (200, 202):
             raise PeerFailed(told)
         return response
-
-
-def wait_until_ready(run_dir: Path, seconds: float) -> None:
-    """Wait until the router routes to every engine. Raises DeadlineExceeded."""
-    file = run_dir / READY
-    deadline = time.monotonic() + seconds
-    while not file.exists():
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"the engines ({file} is missing)", seconds)
-        time.sleep(0.1)

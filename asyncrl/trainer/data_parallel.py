@@ -1,13 +1,15 @@
-"""Gradients under Megatron's data parallelism."""
+"""Megatron's data parallelism, and how gradients accumulate under it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
 
+from asyncrl.config import TrainerConfig
 from asyncrl.trainer.gradients import collect, gradient_buffer
 from asyncrl.trainer.layers import accumulates_by_itself
 
@@ -51,7 +53,27 @@ class FastDDP(DistributedDataParallel):
         return hook
 
 
-def mark_experts(chunk: torch.nn.Module) -> None:
+def in_data_parallel(
+    modules: Sequence[torch.nn.Module], config: TransformerConfig, trainer: TrainerConfig, *, sharded: bool
+) -> list[FastDDP]:
+    """Wrap the chunks of a model. With `sharded`, each replica holds a part of the optimizer's states."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=sharded,
+        overlap_grad_reduce=trainer.overlap_grad_reduce,
+        overlap_param_gather=trainer.overlap_param_gather,
+        bucket_size=trainer.grad_bucket_size,
+    )
+    for module in modules:
+        _mark_experts(module)
+    wrapped = [FastDDP(config, settings, one, disable_bucketing=number > 0) for number, one in enumerate(modules)]
+    if trainer.overlap_grad_reduce:
+        waits = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = waits if len(waits) > 1 else waits[0]
+    return wrapped
+
+
+def _mark_experts(chunk: torch.nn.Module) -> None:
     """Mark the routed experts, so that their gradients are summed over their own replicas. Megatron 0.16 marks them
     only under expert parallelism. If expert_tensor_parallel differs from tensor_parallel, it would sum shards that
     differ, or miss tokens."""

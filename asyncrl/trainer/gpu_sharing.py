@@ -10,7 +10,7 @@ from asyncrl import lookup
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.metrics.record import StepLog
-from asyncrl.trainer.batch_source import BatchSource, wait_until_ready
+from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.trainer.rank import Rank
 from asyncrl.user_code import load
 from asyncrl.weights.publish import StagedPublisher, VersionPublisher
@@ -31,7 +31,7 @@ class GpuSharing:
         GPU. Called on every rank before it does so."""
         if rank.config.cluster.shares_gpus:
             if rank.parallel.is_first:
-                wait_until_ready(rank.run_dir, rank.config.engine.start_timeout)
+                rank.wait_for_engines()
             dist.barrier()
 
     def sent(self) -> None:

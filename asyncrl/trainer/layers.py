@@ -1,7 +1,7 @@
 """Megatron's layers of TransformerEngine: its own spec, with attention over packs in place of TransformerEngine's.
 
-Parameters have other names than under the local spec, and equal values. weights/names.py translates them for everything
-that goes to engines and HF folders; checkpoints have the keys of the local spec.
+Parameters have other names than under the local spec, and equal values. weights/mapping.py translates them for
+everything that goes to engines and HF folders; checkpoints have the keys of the local spec.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.attention import PackedAttention
-from asyncrl.weights.names import WHOLE_WITH_TRANSFORMER_ENGINE
+from asyncrl.weights.mapping import WHOLE_WITH_TRANSFORMER_ENGINE
 
 
 def transformer_engine_spec(

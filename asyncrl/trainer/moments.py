@@ -73,3 +73,16 @@ def set_step_count(optimizer: Any, state: dict[str, Any], applied: int, *, fused
     else:
         for group in optimizer.param_groups:
             group["step"] = applied
+
+
+def format_of(dtype: str) -> dict[str, Any]:
+    """Return the fields of Megatron's configuration for the number format of moments.
+
+    With `fp8_recipe` unset or "delayed", Megatron's precision-aware optimizer would also leave the masters to
+    FusedAdam, where `reload_model_params` does nothing: resets and checkpoints need them. The field has no other effect
+    on an optimizer whose parameters are not in FP8 (megatron/core/optimizer/optimizer_config.py, __post_init__).
+    """
+    if dtype == "float32":
+        return {}
+    moments = {"exp_avg_dtype": getattr(torch, dtype), "exp_avg_sq_dtype": getattr(torch, dtype)}
+    return {"use_precision_aware_optimizer": True, "fp8_recipe": "tensorwise", **moments}

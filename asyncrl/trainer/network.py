@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
@@ -22,7 +22,7 @@ from asyncrl.config import TrainerConfig
 from asyncrl.parallel import Parallel
 from asyncrl.trainer import model as megatron
 from asyncrl.trainer import recompute
-from asyncrl.trainer.data_parallel import FastDDP, mark_experts
+from asyncrl.trainer.data_parallel import in_data_parallel
 from asyncrl.trainer.encoder import Encoder
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.layers import fp8_weights
@@ -32,6 +32,7 @@ from asyncrl.trainer.operations import costs_of, operations_of
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.trainer.transformation import Transformation
 from asyncrl.weights.layouts import dims_of
+from asyncrl.weights.loading import load
 from asyncrl.weights.reshard import Resharder
 
 AroundForward = Callable[[GPTModel, Pack, bool], AbstractContextManager[Callable[[], None]]]
@@ -80,7 +81,7 @@ class Network:
         half = trainer.dtype == "bfloat16"
         inner = [Float16Module(self.config, chunk) for chunk in chunks] if half else chunks
         self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
-        self.weights.load(folder)  # after the cast, which could round tensors that stay in float32
+        load(self.weights, folder)  # after the cast, which could round tensors that stay in float32
         # Before data parallelism, which has buffers for what is trained.
         self.transformation.apply(chunks, self.weights)
         self._base_alone = False
@@ -89,22 +90,9 @@ class Network:
         self.sharded = parallel.dp * parallel.cp > 1 or trainer.optimizer.moments_dtype != "float32"
         for chunk in chunks:
             changed(chunk)
-            mark_experts(chunk)
         self._costs = costs_of(self.hf)
         self._operations = operations_of(self.hf)
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=self.sharded,
-            overlap_grad_reduce=trainer.overlap_grad_reduce,
-            overlap_param_gather=trainer.overlap_param_gather,
-            bucket_size=trainer.grad_bucket_size,
-        )
-        self.wrapped = [
-            FastDDP(self.config, ddp, module, disable_bucketing=number > 0) for number, module in enumerate(inner)
-        ]
-        if trainer.overlap_grad_reduce:
-            waits = [chunk.no_sync for chunk in self.wrapped]
-            self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
+        self.wrapped = in_data_parallel(inner, self.config, trainer, sharded=self.sharded)
         self.chunks = chunks
         """The models in their wrappers."""
         self._inner = dict(zip(self.wrapped, chunks, strict=True))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import BadStep
-from asyncrl.trainer.moments import Shard, is_torchs, shards_of
+from asyncrl.trainer.moments import Shard, format_of, is_torchs, shards_of
 from asyncrl.trainer.network import Network
 
 
@@ -53,7 +53,7 @@ class NetworkOptimizer:
             "params_dtype": getattr(torch, trainer.dtype),
             "use_distributed_optimizer": network.sharded,
             "timers": network.meter,
-            **_of_moments(settings.moments_dtype),
+            **format_of(settings.moments_dtype),
         }
         config = OptimizerConfig(**arguments)
         overrides = _overrides(config, network.encoder.rates)
@@ -188,16 +188,3 @@ def _overrides(config: OptimizerConfig, rates: Mapping[str, float]) -> dict[Para
     biases, and the peak learning rates of these patterns of names."""
     found: dict[ParamKey, Any] = get_standard_config_overrides(config)
     return found | {ParamKey(name=pattern): {"max_lr": rate} for pattern, rate in rates.items()}
-
-
-def _of_moments(dtype: str) -> dict[str, Any]:
-    """Return the fields of Megatron's configuration for the number format of moments.
-
-    With `fp8_recipe` unset or "delayed", Megatron's precision-aware optimizer would also leave the masters to
-    FusedAdam, where `reload_model_params` does nothing: resets and checkpoints need them. The field has no other effect
-    on an optimizer whose parameters are not in FP8 (megatron/core/optimizer/optimizer_config.py, __post_init__).
-    """
-    if dtype == "float32":
-        return {}
-    moments = {"exp_avg_dtype": getattr(torch, dtype), "exp_avg_sq_dtype": getattr(torch, dtype)}
-    return {"use_precision_aware_optimizer": True, "fp8_recipe": "tensorwise", **moments}

@@ -21,7 +21,7 @@ from asyncrl.config import Config
 from asyncrl.config.rules import check_traits
 from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, Group
-from asyncrl.trainer.batch_parts import BatchParts
+from asyncrl.trainer.batch_parts import BatchParts, of_steps
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.trainer.encoder import encoder_of
 from asyncrl.trainer.microbatches import Groups, TokenAccumulator
@@ -29,7 +29,7 @@ from asyncrl.trainer.network import Network
 from asyncrl.trainer.objective import Objective
 from asyncrl.trainer.optimizer import NetworkOptimizer
 from asyncrl.trainer.parallel import reseed
-from asyncrl.trainer.reference import Reference
+from asyncrl.trainer.reference import reference_of
 from asyncrl.weights.checksum import SentWeights
 from asyncrl.weights.publish import StagedPublisher
 
@@ -62,11 +62,11 @@ class Policy:
         self.weights = self.network.weights
         self.hf = self.network.hf
         self.optimizer = NetworkOptimizer(config.trainer, self.network, config.run.max_steps)
-        self._reference = self._load_reference(folder)
+        self._reference = reference_of(algo.kl, self.network, folder) if algo.measures_reference else None
         self.advantage = ADVANTAGES.find(algo.advantage)
         check_traits(config, self.advantage.traits, LOSSES.find(algo.loss).traits)
         self._temperature = config.rollout.temperature
-        self._parts = self._no_parts()
+        self._parts = BatchParts(config.trainer.batch_parts, algo.aggregation, parallel)
         self._added = 0  # tokens of the last batch that extensions added to it
         self.readable: Callable[[Tensor], Tensor] = lambda tensor: tensor
         """Returns where the elements of one of this rank's tensors can be read between two batches. An extension that
@@ -200,7 +200,7 @@ class Policy:
 
     def _take_steps(self, groups: Groups, table: TrainingTable, batch: Batch) -> dict[str, float]:
         if self._parts.begun or not batch.last:
-            return self._train_part(groups, table, last=batch.last)
+            return self._parts.train(self, groups, table, last=batch.last)
         return self._train(groups if batch.version >= self.trains_from else [], table)
 
     @contextmanager
@@ -222,38 +222,16 @@ class Policy:
             table = replace(table, weights=objective.shares(chosen, table))
             if not (chosen := objective.with_gradient(chosen, table)):
                 continue
-            self._accumulate(chosen, table, seen)
+            self.accumulate(chosen, table, seen)
             if number and trust and objective.distance(table, seen) > trust:
                 break
             norm, applied = self.optimizer.step()
             norms.append(norm)
             bad, trained = bad + (not applied), trained + len(chosen)
         self.network.gather()
-        return {**_of_steps(norms, bad, lr, trained), **objective.figures(table, seen)}
+        return {**of_steps(norms, bad, lr, trained), **objective.figures(table, seen)}
 
-    def _train_part(self, groups: Groups, table: TrainingTable, *, last: bool) -> dict[str, float]:
-        """Add the gradient of a part of a batch. Take the optimizer step after the last one and return the statistics
-        of the whole batch."""
-        objective, parts, lr = self.objective, self._parts, self.optimizer.lr
-        table, seen = parts.add(replace(table, weights=objective.shares(groups, table)), last=last)
-        chosen = objective.with_gradient(groups, table)
-        if last and parts.trained:
-            self.network.scale_gradient(parts.correction)
-        if chosen or (last and parts.trained):  # without groups, the last part still reduces the gradient of the others
-            self._accumulate(chosen, table, seen, first=not parts.trained, last=last)
-        parts.trained += len(chosen)
-        if not last:
-            return {}
-        norm, applied = self.optimizer.step() if parts.trained else (0.0, True)
-        self.network.gather()
-        self._parts = self._no_parts()
-        norms = [0.0, norm] if parts.trained else [0.0]
-        return {**_of_steps(norms, int(not applied), lr, parts.trained), **objective.figures(*parts.whole())}
-
-    def _no_parts(self) -> BatchParts:
-        return BatchParts(self.config.trainer.batch_parts, self.config.algo.aggregation, self.parallel)
-
-    def _accumulate(
+    def accumulate(
         self, groups: Groups, table: TrainingTable, seen: TokenAccumulator, *, first: bool = True, last: bool = True
     ) -> None:
         """Compute the gradient of these groups, and add it to that of earlier parts of the step unless they are the
@@ -280,33 +258,9 @@ class Policy:
 
     # -- the reference -------------------------------------------------------------------------------------
 
-    def _load_reference(self, folder: Path) -> Reference | None:
-        """Load the reference weights, if a KL to frozen weights is needed that the network does not hold itself, below
-        what it trains."""
-        algo = self.config.algo
-        if algo.kl.reference != "weights" or not algo.measures_reference:
-            return None
-        if self.network.transformation.frozen and not algo.kl.reference_path:
-            return None
-        path = Path(algo.kl.reference_path).expanduser() if algo.kl.reference_path else folder
-        return Reference(self.network, path, offload=algo.kl.reference_offload)
-
     def _of_reference(self, groups: Groups, table: TokenTable) -> Tensor:
         """Return the log-probabilities of the reference, [N]: of frozen weights, or a column of the batch."""
         if (column := self.config.algo.kl.reference) != "weights":
             return table.column(column)
         with self._reference.in_place() if self._reference else self.network.base():
             return self._score(groups, table)
-
-
-def _of_steps(norms: list[float], bad: int, lr: float, groups: int) -> dict[str, float]:
-    """Return the statistics of a batch's optimizer steps: `norms` are their gradient norms after a zero, `bad` is the
-    number of bad ones, and `groups` that of groups with a gradient."""
-    return {
-        "groups/trained": float(groups),
-        "lr": lr,
-        "grad_norm": max(norms),
-        "steps/optimizer": float(len(norms) - 1 - bad),
-        "step/skipped": float(len(norms) - 1 == bad),
-        "step/bad": float(bad > 0),
-    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +14,8 @@ import torch
 
 from asyncrl import jsonl
 from asyncrl.config import Config, on_gpu, read
-from asyncrl.errors import visible
-from asyncrl.network.addresses import Addresses
+from asyncrl.errors import DeadlineExceeded, visible
+from asyncrl.network.addresses import READY, Addresses
 from asyncrl.observability.timeline import Phases
 from asyncrl.parallel import Parallel
 from asyncrl.progress import Progress
@@ -51,6 +52,15 @@ class Rank:
     def timeout(self) -> float:
         """Return the seconds that a collective may take."""
         return longest_wait(self.config) + TIMEOUT_MARGIN
+
+    def wait_for_engines(self) -> None:
+        """Wait until the router routes to every engine. Raises DeadlineExceeded."""
+        file, seconds = self.run_dir / READY, self.config.engine.start_timeout
+        deadline = time.monotonic() + seconds
+        while not file.exists():
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"the engines ({file} is missing)", seconds)
+            time.sleep(0.1)
 
 
 def join(run_dir: Path) -> Rank:

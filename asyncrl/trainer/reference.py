@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from asyncrl.config.algorithm import KLConfig
 from asyncrl.trainer.network import Network
+from asyncrl.weights.loading import load
 
 
 class Reference:
@@ -22,7 +24,7 @@ class Reference:
         own = [place.data for place in places]
         for place in places:
             place.data = torch.empty_like(place.data)
-        network.weights.load(folder)
+        load(network.weights, folder)
         self._places = places
         self._weights = [_offloaded(place.data) if offload else place.data for place in places]
         for place, data in zip(places, own, strict=True):
@@ -48,3 +50,12 @@ class Reference:
 
 def _offloaded(data: Tensor) -> Tensor:
     return data.cpu().pin_memory() if data.is_cuda else data
+
+
+def reference_of(kl: KLConfig, network: Network, folder: Path) -> Reference | None:
+    """Load the reference weights, if a KL to frozen weights is needed that the network does not hold itself, below what
+    it trains. `folder` is the policy's."""
+    if kl.reference != "weights" or (network.transformation.frozen and not kl.reference_path):
+        return None
+    path = Path(kl.reference_path).expanduser() if kl.reference_path else folder
+    return Reference(network, path, offload=kl.reference_offload)

@@ -54,6 +54,20 @@ def plan_buckets(
     return [*buckets, _laid_out(members)] if members else buckets
 
 
+INSEPARABLE = {"self_attn.kv_a_proj_with_mqa.weight": "self_attn.q_a_proj.weight"}
+"""HF tensors, with their scales, that an engine must get in one call: SGLang's deepseek_v2.py fuses the two only if it
+sees both, and otherwise silently keeps the old weights."""
+
+
+def unit_of(hf_name: str) -> str:
+    """Return a key that is equal for tensors that must arrive together, among them a weight and its scales."""
+    hf_name = hf_name.removesuffix("_inv").removesuffix("_scale")
+    for name, leader in INSEPARABLE.items():
+        if hf_name.endswith(name):
+            return hf_name.removesuffix(name) + leader
+    return hf_name
+
+
 def _laid_out(members: list[tuple[str, torch.dtype, torch.Size]]) -> Bucket:
     bucket: Bucket = []
     for name, dtype, shape in sorted(members, key=lambda member: -member[1].itemsize):  # stable

@@ -26,7 +26,7 @@ from asyncrl.models.family import Family, Layout, WeightRow
 from asyncrl.models.parts import EMBEDDING, HEAD
 from asyncrl.parallel import EngineParallel
 from asyncrl.weights.layouts import dims_of
-from asyncrl.weights.names import without_numbers
+from asyncrl.weights.mapping import without_numbers
 
 VOCAB_MULTIPLE = 64
 CPU_INNER_MULTIPLE = 32  # multiplied by the ranks of a stage

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.bucket import Bucket
-from asyncrl.weights.names import Mapping
+from asyncrl.weights.mapping import Mapping
 
 DTYPES = {
     torch.float64: "F64",

@@ -1,9 +1,10 @@
-"""Layouts of full HF tensors in one rank's Megatron parameter: `shard` cuts them, `join` reassembles them."""
+"""Layouts of full HF tensors in one rank's Megatron parameter: `shard` cuts them, `join` reassembles them. Which
+parameter has which, and of which tensors, is in mapping.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -173,11 +174,6 @@ LINEAR |= {STACKED_GATE_UP: FUSED_GATE_UP, INTERLEAVED_GATE_UP: INTERLEAVED}
 """Layouts of linear layers, and those of their adapters' matrices B [out, rank]."""
 
 
-def of_rank(dims: Dims, degree: int) -> Dims:
-    """Return the dimensions of one rank's part, of which `QKV.shard` makes its rows of queries, keys and values."""
-    return replace(dims, heads=dims.heads // degree, kv_heads=dims.kv_heads // degree)
-
-
 def stack_experts(matrix: str | None, experts: Sequence[Tensor]) -> Tensor:
     """Return the tensors of all experts of a layer in one: the adapters' matrices A or B as PEFT stores them, and with
     None weights as transformers does."""
@@ -186,6 +182,37 @@ def stack_experts(matrix: str | None, experts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(experts)) if matrix == "A" else torch.stack(list(experts), -1).flatten(1)
 
 
-def of_expert(stack: Tensor, matrix: str | None, number: int, count: int) -> Tensor:
-    """Return one expert's matrix A or B of a stack."""
-    return stack.unflatten(0, (count, -1))[number] if matrix == "A" else stack.unflatten(1, (-1, count))[..., number]
+@dataclass(frozen=True)
+class NameRule:
+    """One Megatron parameter and its HF tensors, as in a WeightRow: of a table, or found by its name."""
+
+    megatron: str
+    layout: TensorLayout
+    hf: tuple[str, ...]
+    matrix: str | None = None
+    """A or B for one of two factors of a weight (layouts.stack_experts); None for the parameter itself."""
+    layer: int | None = None
+    expert: int | None = None
+    """The numbers in the name that was found."""
+
+    def hf_names(self, *, expert_offset: int = 0) -> tuple[str, ...]:
+        """Return the HF names of this parameter, or of the same parameter of the expert `expert_offset` further on."""
+        expert = None if self.expert is None else self.expert + expert_offset
+        return tuple(name.format(layer=self.layer, expert=expert) for name in self.hf)
+
+    @property
+    def routed(self) -> bool:
+        """True for a routed expert's weight, which is sharded over the expert-parallel ranks, not over the dense
+        layout."""
+        return "{expert}" in self.megatron
+
+    @property
+    def stacked(self) -> bool:
+        """True for a routed expert's weight whose HF tensor holds those of all experts, one after the other."""
+        return self.routed and "{expert}" not in self.hf[0]
+
+    @property
+    def linear(self) -> bool:
+        """True for the weight of a linear layer: of all but the output layer, routers and the projection of multi-token
+        prediction."""
+        return self.layout in LINEAR and self.megatron.endswith(".weight") and "eh_proj" not in self.megatron

@@ -49,9 +49,8 @@ from asyncrl.engine.update import Pause, RolloutSide, Update
 from asyncrl.errors import EngineError
 from asyncrl.parallel import Parallel, from_all, from_first
 from asyncrl.schema import POLICY
-from asyncrl.weights.bucket import Bucket, fill, nbytes, plan_buckets
+from asyncrl.weights.bucket import Bucket, fill, nbytes, plan_buckets, unit_of
 from asyncrl.weights.checksum import QUESTION, Checksums, ExpectedChecksums, SentWeights, differing, merge, parse
-from asyncrl.weights.names import unit_of
 from asyncrl.weights.transport import Transport
 
 UNSENT = dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0)

@@ -1,12 +1,10 @@
-"""Resharding between Megatron shards and HF tensors, as a stream. At any time it holds the shards of one parameter (for
+"""Resharding of Megatron shards to HF tensors, as a stream. At any time it holds the shards of one parameter (for
 routed experts: of one expert per expert-parallel rank). They are passed on as views, and joined when they are copied.
 
-Export: each parameter of a pipeline stage is gathered on the stage's first rank, the only one that sees HF tensors.
+Each parameter of a pipeline stage is gathered on the stage's first rank, the only one that sees HF tensors.
 Dense parameters come from the first replica's tensor-parallel group. Routed experts come from the group of all
 expert-tensor-parallel and expert-parallel ranks of the first expert replica: one gather brings the i-th expert of each
 of them. Sequence parallelism, context parallelism and further replicas hold no weights of their own and take no part.
-
-Import: each rank reads what its parameters need; nothing is communicated.
 
 A layer may say what its weight is exported as, by a method `exported` (trainer/transformation.py).
 """
@@ -14,12 +12,9 @@ A layer may say what its weight is exported as, by a method `exported` (trainer/
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,17 +22,10 @@ from torch import Tensor
 
 from asyncrl.parallel import Parallel
 from asyncrl.schema import POLICY
+from asyncrl.weights.bucket import unit_of
 from asyncrl.weights.checksum import ExpectedChecksums
-from asyncrl.weights.folder import HFFolder
-from asyncrl.weights.layouts import Dims, Pieces, stack_experts
-from asyncrl.weights.names import (
-    WHOLE_WITH_TRANSFORMER_ENGINE,
-    Mapping,
-    NameRule,
-    local_name,
-    unit_of,
-    without_numbers,
-)
+from asyncrl.weights.layouts import Dims, NameRule, Pieces, stack_experts
+from asyncrl.weights.mapping import Mapping, local_name
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -47,19 +35,9 @@ Found = tuple[int, str, NameRule]
 """A parameter or persistent buffer: its chunk, its name there, and its rule with the numbers of the whole model."""
 
 
-@dataclass(frozen=True)
-class LinearShard:
-    """One rank's part of a linear layer: the rank's number of those that share the layer."""
-
-    module: Any
-    found: NameRule
-    degree: int
-    rank: int
-
-
 class Resharder:
-    """The weights of one rank's model chunks (several under virtual pipelining), converted between Megatron's layout
-    and HF's."""
+    """The weights of one rank's model chunks (several under virtual pipelining), converted from Megatron's layout
+    to HF's."""
 
     checksums = ExpectedChecksums
 
@@ -72,11 +50,11 @@ class Resharder:
         self.num_layers = chunks[0].config.num_layers
         self.num_experts = chunks[0].config.num_moe_experts or 0
         self._experts_here = self.num_experts // parallel.ep
-        self._first_expert = parallel.ep_rank * self._experts_here
-        self._layers_here = {number for chunk in chunks for number in _layers(chunk)}
+        self.experts = range(parallel.ep_rank * self._experts_here, (parallel.ep_rank + 1) * self._experts_here)
+        self.layers = {number for chunk in chunks for number in _layers(chunk)}
 
     @cached_property
-    def _found(self) -> list[Found]:
+    def parameters(self) -> list[Found]:
         """Every parameter and persistent buffer that the folder has, which are all when it is loaded."""
         return [(number, name, self.mapping.find(of_all)) for number, name, of_all in self.names()]
 
@@ -84,18 +62,12 @@ class Resharder:
         """Yield chunk, name and name with the numbers of the whole model of every parameter and persistent buffer."""
         for number, chunk in enumerate(self._chunks):
             for name in weights_of(chunk):
-                yield number, name, _global_name(name, _layers(chunk), self._first_expert)
+                yield number, name, _global_name(name, _layers(chunk), self.experts.start)
 
     def held(self) -> list[Tensor]:
         """Return every parameter and persistent buffer that the folder has, not copies."""
         states = [weights_of(chunk, keep_vars=True) for chunk in self._chunks]
-        return [states[chunk][name] for chunk, name, _ in self._found if name in states[chunk]]
-
-    def linears(self) -> Iterator[LinearShard]:
-        """Yield this rank's linear layers."""
-        for chunk, name, found in self._found:
-            if found.linear or WHOLE_WITH_TRANSFORMER_ENGINE.search(name):
-                yield LinearShard(self.layer(chunk, name), found, self._degree(found), self._rank(found))
+        return [states[chunk][name] for chunk, name, _ in self.parameters if name in states[chunk]]
 
     def tensors(self, which: Sequence[Found], *, merged: str | None = None) -> Iterator[tuple[NameRule, Tensor]]:
         """Look the tensors up again for each pass: mixed precision and data parallelism move a model's memory after
@@ -112,17 +84,17 @@ class Resharder:
         """Return the layer that holds a parameter."""
         return self._chunks[chunk].get_submodule(name.rpartition(".")[0])
 
-    def _degree(self, found: NameRule) -> int:
+    def degree(self, found: NameRule) -> int:
         """Return the number of ranks that share this parameter."""
         if found.routed:
             return self.parallel.etp
         return self.parallel.tp if found.layout.split else 1
 
-    def _rank(self, found: NameRule) -> int:
+    def rank(self, found: NameRule) -> int:
         """Return this rank's number among them."""
-        return (self.parallel.etp_rank if found.routed else self.parallel.tp_rank) % self._degree(found)
+        return (self.parallel.etp_rank if found.routed else self.parallel.tp_rank) % self.degree(found)
 
-    def _is_tied_copy(self, found: NameRule) -> bool:
+    def is_tied_copy(self, found: NameRule) -> bool:
         """Return whether this is the last stage's copy of a tied embedding."""
         return self.dims.tied and found.megatron == "output_layer.weight"
 
@@ -184,7 +156,7 @@ class Resharder:
     @cached_property
     def exported(self) -> list[Found]:
         """The parameters in whose gathers this rank takes part; those that must arrive together are adjacent."""
-        exported = self._in_gathers(self._found)
+        exported = self._in_gathers(self.parameters)
         places: dict[str, int] = {}
         units = [unit_of(found.hf_names()[0]) for _, _, found in exported]
         for place, unit in enumerate(units):
@@ -194,9 +166,7 @@ class Resharder:
     def _in_gathers(self, which: Sequence[Found]) -> list[Found]:
         """Return those of the first replica, without the copy of a tied embedding."""
         p, dense = self.parallel, self.parallel.dp_rank == 0 and self.parallel.cp_rank == 0
-        return [
-            one for one in which if (p.edp_rank == 0 if one[2].routed else dense) and not self._is_tied_copy(one[2])
-        ]
+        return [one for one in which if (p.edp_rank == 0 if one[2].routed else dense) and not self.is_tied_copy(one[2])]
 
     def _gathered(self, found: NameRule, shard: Tensor) -> list[Tensor]:
         """Return every rank's shard on the exporting rank, and nothing elsewhere."""
@@ -209,57 +179,15 @@ class Resharder:
 
     def _placeholders(self, found: NameRule, shard: Tensor) -> list[Tensor]:
         """Return every rank's shard without its values."""
-        count = self._degree(found) * (self.parallel.ep if found.routed else 1)
+        count = self.degree(found) * (self.parallel.ep if found.routed else 1)
         return [torch.empty_like(shard, device="meta")] * count
 
     def _joined(self, found: NameRule, parts: list[Tensor]) -> Iterator[tuple[str, Pieces]]:
         """Join all shards into full tensors; for routed experts, one per expert-parallel rank in turn."""
-        degree = self._degree(found)
+        degree = self.degree(found)
         for owner, first in enumerate(range(0, len(parts), degree)):
             names = found.hf_names(expert_offset=owner * self._experts_here)
             yield from zip(names, found.layout.join(parts[first : first + degree], self.dims), strict=True)
-
-    # -- import --------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def load(self, folder: Path) -> None:
-        """Fill this rank's weights from an HF folder. Raises WeightsError with a tensor that is missing, left over or
-        of another shape."""
-        with HFFolder(folder) as source:
-            for found, tensor in self.tensors(self._found):
-                held = self.mapping.find("embedding.word_embeddings.weight") if self._is_tied_copy(found) else found
-                names = held.hf_names()
-                shapes = self.whole_shapes(found, tensor)
-                count, expert = (self.num_experts, found.expert) if found.stacked else (0, None)
-                whole = [(count, *shape) if count else shape for shape in shapes]
-                full = [source.read(name, shape, expert) for name, shape in zip(names, whole, strict=True)]
-                self.fill(found, tensor, full)
-            source.check_nothing_left(self.mapping, self._is_for_this_rank)
-            dropped = source.mtp_names()
-        if dropped and self.parallel.is_first:
-            warnings.warn(
-                f"{folder}: left out {len(dropped)} tensors of multi-token prediction: {dropped}", stacklevel=2
-            )
-
-    def whole_shapes(self, found: NameRule, shard: Tensor) -> list[torch.Size]:
-        """Return the shapes of the full tensors of which a rank holds this shard."""
-        whole = found.layout.join([torch.empty_like(shard, device="meta")] * self._degree(found), self.dims)
-        return [pieces.tensor().shape for pieces in whole]
-
-    def fill(self, found: NameRule, shard: Tensor, full: list[Tensor]) -> None:
-        """Fill a rank's shard from full tensors."""
-        shard.copy_(found.layout.shard(full, self._degree(found), self._rank(found), self.dims))
-
-    def _is_for_this_rank(self, hf_name: str) -> bool:
-        """Return whether an HF tensor belongs to a layer and an expert that this rank holds, or that no rank holds."""
-        _, numbers = without_numbers(hf_name)
-        layer, expert = numbers.get("layer"), numbers.get("expert")
-        experts = range(self._first_expert, self._first_expert + self._experts_here)
-        return (
-            layer is not None
-            and (layer in self._layers_here or layer >= self.num_layers)
-            and (expert is None or expert in experts or expert >= self.num_experts)
-        )
 
 
 def weights_of(module: torch.nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:

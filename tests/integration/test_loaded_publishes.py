@@ -25,9 +25,8 @@ from asyncrl.extensions.quantized.codes import FORMATS, CodeChecksums
 from asyncrl.parallel import EngineParallel
 from asyncrl.platforms import without_gpu
 from asyncrl.weights import checksum
-from asyncrl.weights.bucket import plan_buckets
+from asyncrl.weights.bucket import plan_buckets, unit_of
 from asyncrl.weights.checksum import CpuHash, differing
-from asyncrl.weights.names import unit_of
 from tests.integration.engine_jobs import EVERYTHING, MODELS, SIZES, engine_of, named, run_jobs, write_model
 from tests.integration.publisher import SeededWeights, quantized
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import Placement, Seat, imagined, place, place_engines
-from tests.fakes import ALONE, GIVEN, JOB, tiny_config, with_scorer
+from asyncrl.launch.placement import Placement, Seat, imagined, place
+from tests.fakes import ALONE, GIVEN, JOB, with_scorer
 
 
 def placed(nodes: int, gpus: int, **changes: Any) -> Placement:
@@ -111,18 +111,3 @@ def test_ports_of_a_machine_are_enough_for_everything_on_it() -> None:
     seats = [found.router, found.rollout, *all_seats(found)]
     ports = [port for seat in seats for port in (seat.port, seat.meeting) if port]
     assert len(ports) == len(set(ports)) == 2 * 7 + 4
-
-
-def test_further_engines_fill_machines_of_their_own() -> None:
-    def further(nodes: int, gpus: int, count: int | None = None, **changes: Any) -> list[list[tuple[str, Any]]]:
-        config = tiny_config(**JOB, **changes)
-        wide = tiny_config(**JOB, **{"engine.count": 8})  # for its ports
-        return [where(seats) for seats in place_engines(config, imagined(wide, nodes, gpus), count)]
-
-    assert further(2, 2) == [[("node0", (0,))], [("node0", (1,))], [("node1", (0,))], [("node1", (1,))]]
-    assert further(1, 4, **{"engine.tensor_parallel": 2}) == [[("node0", (0, 1))], [("node0", (2, 3))]]
-    assert further(2, 2, **{"engine.tensor_parallel": 4}) == [[("node0", (0, 1)), ("node1", (0, 1))]]
-    assert further(2, 0) == [[("node0", ())], [("node1", ())]]
-    assert further(2, 2, 1) == [[("node0", (0,))]]
-    with pytest.raises(ConfigError, match=r"engine.count"):
-        further(1, 2, 3)

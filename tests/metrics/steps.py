@@ -9,8 +9,7 @@ import torch
 from asyncrl.algo.diagnostics import gap_figures, loss_figures
 from asyncrl.algo.table import build_table
 from asyncrl.metrics.record import StepLog
-from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.snapshot import ResumableGroups
+from asyncrl.rollout.snapshot import ResumableBuffer, ResumableGroups
 from asyncrl.schema import Batch, Group
 from tests.fakes import Clock, FakeClient, group
 
@@ -30,7 +29,7 @@ SENT = {"fill": 0.1, "pause": 0.25, "bytes": 100.0, "verify": 0.0, "engines": 1.
 def rollout_figures() -> dict[str, float]:
     """Return metrics as the rollout process makes them."""
     client: Any = FakeClient()
-    groups = ResumableGroups(CohortBuffer(1, 1), client)  # type: ignore[arg-type]
+    groups = ResumableGroups(ResumableBuffer(1, 1), client)  # type: ignore[arg-type]
     own = dict.fromkeys(("episodes/retried", "time/timeline", "time/metrics"), 0.0)  # of GroupPlayer and Timelines
     return groups._figures() | own
 

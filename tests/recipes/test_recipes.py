@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import tasks
 from asyncrl.config import load
 from asyncrl.rollout.agent import agents
+from asyncrl.tasks.build import build_all
 from tests.fakes import compose_values
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,4 +27,4 @@ def test_recipe_has_an_experiment_a_page_and_a_test(folder: Path) -> None:
 def test_experiment_uses_the_code_of_its_recipe_and_has_agents(folder: Path) -> None:
     config = load(compose_values(f"experiment={folder.name}"))
     assert f'"asyncrl_recipes.{folder.name}.' in config.model_dump_json()
-    assert agents(config, tasks.build_all(config), print).keys() == (config.mixture | config.eval_sets).keys()
+    assert agents(config, build_all(config), print).keys() == (config.mixture | config.eval_sets).keys()

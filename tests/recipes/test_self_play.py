@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-from asyncrl import tasks
 from asyncrl.agents.linking import check
 from asyncrl.algo.table import build_table
 from asyncrl.config import load
@@ -17,6 +16,7 @@ from asyncrl.envs.pool import EnvironmentPool, PoolSettings
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.rollout.agent import agents
 from asyncrl.schema import Completion, Group, Prompt, Trajectory
+from asyncrl.tasks.build import build_all
 from asyncrl_recipes.self_play.agent import SelfPlay
 from tests.agents.talking import Talking, written
 from tests.fakes import compose_values
@@ -176,14 +176,14 @@ def test_wrong_parameters_of_the_experiment_are_refused(params: dict[str, Any], 
     values["task"]["agent_params"] = params
     run = load(values)
     with pytest.raises(ConfigError, match=remedy) as caught:
-        agents(run, tasks.build_all(run), print)
+        agents(run, build_all(run), print)
     assert caught.value.field.startswith("agent_params" if "fixed" in params else "task.agent_params")
 
 
 def test_one_role_of_the_evaluation_set_is_an_expert() -> None:
     """Its opponent is fixed, and the policy plays the other role alone."""
     run = load(compose_values("experiment=self_play"))
-    found = agents(run, tasks.build_all(run), print)
+    found = agents(run, build_all(run), print)
     assert {name: type(agent) for name, agent in found.items()} == {"nim": SelfPlay, "nim_expert": SelfPlay}
     assert run.eval_sets["nim_expert"].agent_params["fixed"].keys() == {"player-1"}
     assert not run.mixture["nim"].agent_params

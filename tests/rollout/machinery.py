@@ -19,7 +19,7 @@ from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.session import GenerationSession
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import Agent
-from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.groups import ConcurrencyLimiter
 from asyncrl.rollout.journal import NoJournal
@@ -29,7 +29,7 @@ from asyncrl.rollout.player import GroupPlayer, PlaysGroups
 from asyncrl.rollout.prompts import Cursor
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.server import RolloutServer
-from asyncrl.rollout.snapshot import GroupsState, ResumableGroups, Snapshot
+from asyncrl.rollout.snapshot import GroupsState, ResumableBuffer, ResumableGroups, Snapshot
 from asyncrl.rollout.worker import Worker
 from asyncrl.schema import Batch, Completion, Group, Prompt, Template, VersionSpan, decode_batch
 from asyncrl.tasks import Task
@@ -159,7 +159,7 @@ class Machinery:
     ) -> None:
         self.engine, self.new_client = engine, lambda: engine.client(**client)
         self.client = self.seen_client()
-        self.buffer = CohortBuffer(batch_groups, max_staleness, lead, overlap=overlap)
+        self.buffer = ResumableBuffer(batch_groups, max_staleness, lead, overlap=overlap)
 
         scored = task or LengthTask()
         evaluations: Any = NoEvaluations()

@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from asyncrl.rollout.buffer import BufferState, CohortBuffer, Ticket
+from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.hooks import lowest_first
 from asyncrl.rollout.ledger import Ledger
+from asyncrl.rollout.snapshot import BufferState, ResumableBuffer
 from asyncrl.schema import Group
 from tests.fakes import group
 
@@ -56,8 +57,8 @@ class Run:
         self.training: defaultdict[int, Counter[str]] = defaultdict(Counter)  # groups and tokens, by step
         self.reasons: Counter[str] = Counter()
 
-    def _new_buffer(self) -> CohortBuffer:
-        return CohortBuffer(
+    def _new_buffer(self) -> ResumableBuffer:
+        return ResumableBuffer(
             self.batch_groups,
             self.bound,
             self.lead,

@@ -13,9 +13,9 @@ import msgspec
 from asyncrl.engine.loads import load_of
 from asyncrl.engine.session import GenerationSession
 from asyncrl.observability.timeline import Record
-from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.server import RolloutServer
-from asyncrl.rollout.snapshot import ResumableGroups
+from asyncrl.rollout.snapshot import ResumableBuffer, ResumableGroups
 from asyncrl.rollout.status import StatusFile
 from asyncrl.rollout.timelines import Timelines
 from tests.engine.asking import RANK
@@ -33,7 +33,7 @@ class Site:
         self.published: list[dict[str, Any]] = []
         self.records: list[Record] = []
         self.groups = ResumableGroups(
-            CohortBuffer(2, bound, **options),
+            ResumableBuffer(2, bound, **options),
             self.client,  # type: ignore[arg-type]
             publish=self.published.append,
             timelines=Timelines([self.records.append]),

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl import tasks
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.errors import ConfigError
 from asyncrl.models.catalog import resolve
@@ -21,6 +20,7 @@ from asyncrl.rollout import prompts as module
 from asyncrl.rollout.parts import load_tokenizer, stop_tokens
 from asyncrl.rollout.prompts import Prompts
 from asyncrl.schema import Prompt
+from asyncrl.tasks.build import build_all
 from tests.fakes import questions_with_long_ones, tiny_config, tiny_values
 
 
@@ -36,7 +36,7 @@ def tokenizer(model: Path) -> Any:
 
 def build(tokenizer: Any, length: int = 64, **changes: Any) -> Prompts:
     config = tiny_config(**changes)
-    return Prompts(config, tasks.build_all(config), ChatTemplate(tokenizer), length)
+    return Prompts(config, build_all(config), ChatTemplate(tokenizer), length)
 
 
 def first(prompts: Prompts, count: int, task: str = "copy3") -> list[Prompt]:
@@ -285,7 +285,7 @@ def with_long(tmp_path: Path) -> dict[str, Any]:
 def test_too_long_questions_of_a_file_are_found_at_start(tokenizer: Any, with_long: dict) -> None:
     told: list[str] = []
     config = tiny_config(**with_long, **{"eval.questions": 3})
-    prompts = Prompts(config, tasks.build_all(config), ChatTemplate(tokenizer), 8, told.append)
+    prompts = Prompts(config, build_all(config), ChatTemplate(tokenizer), 8, told.append)
     text = "2 of the 12 questions of copy3 are longer than the 5 tokens that rollout.max_new_tokens leaves"
     assert [line.startswith(text) for line in told] == [True]
     assert [one.question["answer"] for one in prompts.held_out["copy3"]] == ["100", "101", "103"]

@@ -9,14 +9,14 @@ from typing import Any
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.session import GenerationSession
 from asyncrl.extension import RolloutHooks
-from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.groups import ConcurrencyLimiter
 from asyncrl.rollout.hooks import accept_all
 from asyncrl.rollout.ledger import Ledger
 from asyncrl.rollout.player import GroupPlayer
 from asyncrl.rollout.reporters import FailureReporter
-from asyncrl.rollout.snapshot import ResumableGroups
+from asyncrl.rollout.snapshot import ResumableBuffer, ResumableGroups
 from asyncrl.rollout.worker import Worker
 from asyncrl.schema import Prompt
 from asyncrl.tasks.scores import TaskScoreReward
@@ -40,7 +40,7 @@ class Site:
         listeners: Sequence[RolloutHooks] = (),
         **settings: Any,
     ) -> None:
-        self.buffer = CohortBuffer(batch_groups, bound, **(buffer or {}))
+        self.buffer = ResumableBuffer(batch_groups, bound, **(buffer or {}))
         self.client: Any = FakeClient(lambda ids: completion(tokens=ids[1] % 3 + 1), waste)
 
         groups = ResumableGroups(self.buffer, self.client, hooks=listeners)

@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.config import load
 from asyncrl.errors import ConfigError
-from asyncrl.tasks import build
+from asyncrl.tasks.build import build
 from asyncrl.tasks.files import FileTask
 from tests.fakes import compose_values
 

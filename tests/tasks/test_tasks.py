@@ -14,7 +14,8 @@ from asyncrl import tasks
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.reward import RewardInput
 from asyncrl.schema import Trajectory
-from asyncrl.tasks import build_all
+from asyncrl.tasks.build import build as build_task
+from asyncrl.tasks.build import build_all
 from asyncrl.tasks.files import FileTask
 from asyncrl.tasks.scores import rewards
 from tests.fakes import tiny_config
@@ -23,7 +24,7 @@ ROWS = [{"prompt": f"{i} + 1 =", "answer": i + 1, "level": i % 2} for i in range
 
 
 def build(**changes: Any) -> tasks.Task:
-    return tasks.build(tiny_config(**{f"task.{name}": value for name, value in changes.items()}).task)
+    return build_task(tiny_config(**{f"task.{name}": value for name, value in changes.items()}).task)
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -201,12 +202,12 @@ def test_every_task_is_built_and_a_wrong_one_names_its_field() -> None:
     task = tiny_config().task.model_dump()
     wrong = {**task, "params": {"digits": 99}}
     config = tiny_config(tasks={"one": task, "two": task}, **{"eval.sets": {"more": task}})
-    assert list(tasks.build_all(config)) == ["one", "two", "more"]
+    assert list(build_all(config)) == ["one", "two", "more"]
     for changes, field in (
         ({"tasks": {"one": task, "two": wrong}}, "tasks.two.params.digits"),
         ({"eval.sets": {"more": wrong}}, "eval.sets.more.params.digits"),
         ({"task": wrong}, "task.params.digits"),
     ):
         with pytest.raises(ConfigError) as caught:
-            tasks.build_all(tiny_config(**changes))
+            build_all(tiny_config(**changes))
         assert caught.value.field == field

@@ -23,7 +23,7 @@ from asyncrl.trainer import sharded
 from asyncrl.trainer.network import forward
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.policy_state import PolicyState
-from asyncrl.weights.names import local_name
+from asyncrl.weights.mapping import local_name
 from tests.fakes import changed
 from tests.integration.families import groups as families_batch
 from tests.integration.ranks import offload

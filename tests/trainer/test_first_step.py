@@ -59,15 +59,13 @@ def test_trainer_beside_an_engine_keeps_to_its_part(
 
 
 @pytest.mark.parametrize("placement", ["shared", "separate"])
-def test_trainer_uses_a_gpu_after_its_engines_measured_it(
-    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trainer_uses_a_gpu_after_its_engines_measured_it(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank waits for the engines, and the others for it."""
     done = list[str]()
-    monkeypatch.setattr(gpu_sharing, "wait_until_ready", lambda *_: done.append("ready"))
     monkeypatch.setattr(dist, "barrier", lambda: done.append("barrier"))
     config = tiny_config(**{"cluster.placement": placement})
-    rank: Any = SimpleNamespace(config=config, run_dir=tmp_path, parallel=SimpleNamespace(is_first=True))
+    first = SimpleNamespace(is_first=True)
+    rank: Any = SimpleNamespace(config=config, parallel=first, wait_for_engines=lambda: done.append("ready"))
     fleet: Any = None
     sharing = gpu_sharing.share_gpu(rank, fleet)
     assert done == (["ready", "barrier"] if placement == "shared" else [])

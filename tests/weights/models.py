@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncrl.models.families import choosing_biases, known_families, of_type
 from asyncrl.models.tiny import write_random_model
-from asyncrl.weights import names
+from asyncrl.weights import mapping
 from asyncrl.weights.checksum import CudaHash
 
 HEADS, HEAD_DIM, HIDDEN, VOCAB, EXPERTS = 4, 2, 8, 70, 3
@@ -56,7 +56,7 @@ def model(architecture: str, seed: int = 0, kv_heads: int = 2) -> dict[str, Tens
     """All HF tensors that a trainer sends of a model of one layer, in its order."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
-    for rule, weight in zip(names.tables()[architecture], known_families()[architecture].weights, strict=True):
+    for rule, weight in zip(mapping.tables()[architecture], known_families()[architecture].weights, strict=True):
         if weight.engine is None:
             continue  # trainers do not load these layers, or engines have none
         if weight.needs.startswith("not "):
@@ -113,7 +113,7 @@ def shape(leaf: str, kv_heads: int = 2, inner: int = 128) -> tuple[int, ...]:
 def as_published(folder: Path, kind: str) -> None:
     """Transpose stacked experts of a vision model that transformers wrote. Publishers' are transposed, and so SGLang
     reads them; transformers reads both."""
-    stacks = {rule.hf[0] for rule in names.tables()[of_type(kind).architecture] if rule.stacked}
+    stacks = {rule.hf[0] for rule in mapping.tables()[of_type(kind).architecture] if rule.stacked}
     file = folder / "model.safetensors"
     tensors = load_file(file)
     for name in tensors:

@@ -19,7 +19,8 @@ from asyncrl import lookup
 from asyncrl.errors import WeightsError
 from asyncrl.parallel import Parallel
 from asyncrl.weights.layouts import Dims
-from asyncrl.weights.names import Mapping
+from asyncrl.weights.loading import load
+from asyncrl.weights.mapping import Mapping
 from asyncrl.weights.reshard import Resharder
 
 H, FF, VOCAB, LAYERS = 4, 6, 5, 2
@@ -144,7 +145,7 @@ def whole(parallel: Parallel | None = None) -> Resharder:
 
 def test_loaded_tensors_come_back_and_are_described_in_order(tmp_path: Path) -> None:
     given, weights = write(tmp_path, hf_shapes()), whole()
-    weights.load(tmp_path)
+    load(weights, tmp_path)
     exported = list(weights.hf_tensors())
     assert {name: tensor.tolist() for name, tensor in exported} == {n: t.tolist() for n, t in given.items()}
     assert list(weights.described()) == [(name, tensor.dtype, tensor.shape) for name, tensor in exported]
@@ -154,7 +155,7 @@ def test_virtual_chunks_hold_their_numbered_layers(tmp_path: Path) -> None:
     given = write(tmp_path, hf_shapes())
     first_and_last = [Chunk([1], ends={}), Chunk([0], ends=ENDS)]
     weights = resharder(first_and_last, place())
-    weights.load(tmp_path)
+    load(weights, tmp_path)
     norms = [chunk.decoder.layers[0].input_layernorm.weight for chunk in first_and_last]
     assert norms[0].equal(given["model.layers.1.input_layernorm.weight"])
     assert norms[1].equal(given["model.layers.0.input_layernorm.weight"])
@@ -165,7 +166,7 @@ def test_virtual_chunks_hold_their_numbered_layers(tmp_path: Path) -> None:
 def test_each_expert_parallel_rank_loads_its_own_experts(tmp_path: Path, ep_rank: int) -> None:
     given = write(tmp_path, hf_shapes(HF_MOE_LAYER))
     chunk = Chunk(range(LAYERS), MOE_LAYER)
-    resharder([chunk], place(ep=2, ep_rank=ep_rank), family="Qwen3MoeForCausalLM").load(tmp_path)
+    load(resharder([chunk], place(ep=2, ep_rank=ep_rank), family="Qwen3MoeForCausalLM"), tmp_path)
     for local in range(2):
         expert = chunk.decoder.layers[1].mlp.experts.local_experts._modules[str(local)]
         prefix = f"model.layers.1.mlp.experts.{2 * ep_rank + local}"
@@ -203,7 +204,7 @@ def test_experts_of_other_ranks_keep_their_numbers(
         # with data parallelism, whose ranks hold the dense weights alike
         rank = dataclasses.replace(place(rank=ep_rank, dp=2, dp_rank=ep_rank, ep=2, ep_rank=ep_rank), expert_group=PAIR)
         weights = resharder([Chunk(range(LAYERS), MOE_LAYER)], rank, family=family)
-        weights.load(tmp_path)
+        load(weights, tmp_path)
         exported = {name: tensor.tolist() for name, tensor in weights.hf_tensors()}
     assert exported == {name: tensor.tolist() for name, tensor in given.items()}
     assert sent == []
@@ -232,7 +233,7 @@ def test_tied_copy_is_filled_and_not_exported_again(tmp_path: Path) -> None:
     given = write(tmp_path, hf_shapes())  # some tied checkpoints hold lm_head, too
     chunk = Chunk(range(LAYERS))
     weights = resharder([chunk], place(), TIED)
-    weights.load(tmp_path)
+    load(weights, tmp_path)
     assert chunk.output_layer.weight.equal(given["model.embed_tokens.weight"])
     assert sorted(name for name, _ in weights.hf_tensors()) == sorted(given.keys() - {"lm_head.weight"})
 
@@ -244,7 +245,7 @@ def test_tied_copy_is_filled_and_not_exported_again(tmp_path: Path) -> None:
 def test_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
     write(tmp_path, {other: shape for other, shape in hf_shapes().items() if other != name})
     with pytest.raises(WeightsError, match=f"^{name} is missing in {tmp_path}"):
-        whole().load(tmp_path)
+        load(whole(), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +258,7 @@ def test_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
 def test_left_over_tensor_is_named(tmp_path: Path, name: str) -> None:
     write(tmp_path, {**hf_shapes(), name: (H,)})
     with pytest.raises(WeightsError, match=f"no place for: {name}$"):
-        whole().load(tmp_path)
+        load(whole(), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.gate_proj.weight", "model.layers.0.mlp.experts.4.up_proj.weight"])
@@ -266,13 +267,13 @@ def test_left_over_tensor_of_the_family_is_named(tmp_path: Path, name: str) -> N
     write(tmp_path, {**hf_shapes(HF_MOE_LAYER), name: (FF, H)})
     weights = resharder([Chunk(range(LAYERS), MOE_LAYER)], place(ep=2), family="Qwen3MoeForCausalLM")
     with pytest.raises(WeightsError, match=f"no place for: {name}$"):
-        weights.load(tmp_path)
+        load(weights, tmp_path)
 
 
 def test_many_left_over_tensors_are_counted(tmp_path: Path) -> None:
     write(tmp_path, {**hf_shapes(), **{f"extra.{number}": (1,) for number in range(7)}})
     with pytest.raises(WeightsError, match=r"extra\.0, .*, extra\.4 and 2 more$"):
-        whole().load(tmp_path)
+        load(whole(), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +292,7 @@ def test_wrong_shape_is_named_with_the_right_one(
     """At tp=2, padding the vocabulary would hide an additional row."""
     write(tmp_path, {**hf_shapes(), name: shape})
     with pytest.raises(WeightsError, match=f"^{name} in .* is \\[") as caught:
-        (whole() if tp == 1 else shared_by_two()).load(tmp_path)
+        load(whole() if tp == 1 else shared_by_two(), tmp_path)
     assert str(list(shape)) in str(caught.value)
     assert str(list(right)) in str(caught.value)
 
@@ -310,7 +311,7 @@ def test_parameter_that_the_table_does_not_know_is_named(tmp_path: Path) -> None
     write(tmp_path, hf_shapes())
     name = "mlp.linear_fc3.weight"
     weights = resharder([Chunk(range(LAYERS), {**LAYER, name: (H, H)})], place())
-    for use in (lambda: weights.load(tmp_path), lambda: list(weights.hf_tensors()), lambda: list(weights.described())):
+    for use in (lambda: load(weights, tmp_path), lambda: list(weights.hf_tensors()), lambda: list(weights.described())):
         with pytest.raises(WeightsError, match=f"^decoder.layers.0.{name}: LlamaForCausalLM's table has no rule"):
             use()
 
@@ -322,9 +323,9 @@ def test_multi_token_layers_are_left_out_with_a_warning(tmp_path: Path) -> None:
     mtp = {f"model.layers.{LAYERS}.eh_proj.weight": (H, 2 * H), f"model.layers.{LAYERS}.input_layernorm.weight": (H,)}
     write(tmp_path, {**hf_shapes(), **mtp})
     with pytest.warns(UserWarning, match=f"left out 2 tensors of multi-token prediction.*layers.{LAYERS}.eh_proj"):
-        whole().load(tmp_path)
+        load(whole(), tmp_path)
     with warnings.catch_warnings(action="error"):
-        whole(place(rank=1, dp_rank=1)).load(tmp_path)
+        load(whole(place(rank=1, dp_rank=1)), tmp_path)
 
 
 def test_only_files_of_the_index_are_read(tmp_path: Path) -> None:
@@ -333,24 +334,24 @@ def test_only_files_of_the_index_are_read(tmp_path: Path) -> None:
     write(tmp_path, {"layers.0.attention.wq.weight": (1,)}, "consolidated.safetensors")
     index = {"weight_map": dict.fromkeys(given, "model-00001-of-00001.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    whole().load(tmp_path)
+    load(whole(), tmp_path)
     index["weight_map"]["lm_head.weight"] = "model-00002-of-00002.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(WeightsError, match=r"model-00002-of-00002.safetensors cannot be read"):
-        whole().load(tmp_path)
+        load(whole(), tmp_path)
 
 
 def test_folder_without_weights_and_broken_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"holds no .safetensors file"):
-        whole().load(tmp_path)
+        load(whole(), tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
     with pytest.raises(WeightsError, match=r"model.safetensors cannot be read: .*Copy or convert it again"):
-        whole().load(tmp_path)
+        load(whole(), tmp_path)
 
 
 def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     write(tmp_path, {**hf_shapes(), "model.layers.0.self_attn.rotary_emb.inv_freq": (2,)})
-    whole().load(tmp_path)
+    load(whole(), tmp_path)
 
 
 def test_what_an_engine_fuses_comes_together() -> None:
@@ -360,6 +361,6 @@ def test_what_an_engine_fuses_comes_together() -> None:
     mapping = Mapping("DeepseekV3ForCausalLM")
     resharder = object.__new__(Resharder)
     resharder.parallel, resharder.dims = place(), DIMS
-    resharder._found = [(0, name, mapping.find(name)) for name in parts]
+    resharder.parameters = [(0, name, mapping.find(name)) for name in parts]
     order = [found.hf_names()[0].split(".")[-2] for _, _, found in resharder.exported]
     assert order == ["q_a_proj", "kv_a_proj_with_mqa", "q_b_proj"]

@@ -36,11 +36,11 @@ from asyncrl.extensions.lora.peft_config import (
     read_adapter_config,
     user_config,
 )
-from asyncrl.extensions.lora.weights import ADAPTER, adapter_of
+from asyncrl.extensions.lora.weights import ADAPTER, adapter_of, of_expert
 from asyncrl.models import catalog
 from asyncrl.models.families import choosing_biases
 from asyncrl.weights.folder import HFFolder
-from asyncrl.weights.layouts import dims_of, of_expert, stack_experts
+from asyncrl.weights.layouts import dims_of, stack_experts
 
 MATCH_SECONDS = 2.0
 

@@ -16,7 +16,8 @@ from asyncrl.extensions.lora.weights import matrix_rule, module_of, projections
 from asyncrl.models import families, parts
 from asyncrl.models.architectures import megatron_arguments
 from asyncrl.schema import POLICY
-from asyncrl.weights.names import NameRule, Table, tables
+from asyncrl.weights.layouts import NameRule
+from asyncrl.weights.mapping import Table, tables
 
 Arguments = dict[str, Any]
 

@@ -24,9 +24,8 @@ from torch import Tensor
 from asyncrl.engine.fleet import Fleet
 from asyncrl.extensions.delta.extension import Delta
 from asyncrl.extensions.files.transport import DiskTransport
-from asyncrl.weights.bucket import Bucket, plan_buckets, views
+from asyncrl.weights.bucket import Bucket, plan_buckets, unit_of, views
 from asyncrl.weights.folder import write_stream
-from asyncrl.weights.names import unit_of
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 RECEIPT_POLL = 0.01

@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from asyncrl.algo.branches import accumulated
 from asyncrl.algo.kl import k3, ratio
 from asyncrl.algo.table import LossRows, TokenTable
-from asyncrl.algo.turns import accumulated
 from asyncrl.extension import TrainerHooks
 
 if TYPE_CHECKING:

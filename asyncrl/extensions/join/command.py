@@ -34,7 +34,7 @@ from asyncrl.engine.registry import Registry
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, Stopped, visible
 from asyncrl.launch.checks.machines import check_gpu_kinds
 from asyncrl.launch.cluster import Cluster
-from asyncrl.launch.placement import Node, place_engines
+from asyncrl.launch.placement import Node, Room, Seat, place_fleet, uses_gpus
 from asyncrl.launch.plan import engines
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.restarts import LEAVE_SECONDS, restart_policy
@@ -105,6 +105,17 @@ class _Run:
 
 
 # -- add -------------------------------------------------------------------------------------------------------
+
+
+def place_engines(config: Config, nodes: Sequence[Node], count: int | None) -> list[list[Seat]]:
+    """Place additional engines on machines of their own. Without `count`, place as many as fit the GPUs, or one per
+    machine without GPUs. Raises ConfigError if there are too few machines."""
+    each, rooms = len(nodes[0].gpus), [Room(node, config.cluster) for node in nodes]
+    if count is None:
+        gpu, ranks = uses_gpus("engine", config.engine, each), config.engine.ranks
+        of_one = each // ranks if each >= ranks else 0
+        count = max(1, len(nodes) * of_one or len(nodes) * each // ranks) if gpu else len(nodes)
+    return place_fleet("engine", config.engine, count, rooms, each)
 
 
 def add(run: _Run, count: int | None, gpus: int | None, host: str | None) -> None:

@@ -21,6 +21,7 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
@@ -40,11 +41,29 @@ from torch import Tensor, nn
 
 from asyncrl.config.lora import LoraConfig
 from asyncrl.errors import ConfigError
-from asyncrl.extensions.lora.weights import matrix_rule, module_of, projections
+from asyncrl.extensions.lora.weights import divides_inputs, matrix_rule, module_of, projections
 from asyncrl.parallel import from_all
 from asyncrl.schema import POLICY
-from asyncrl.weights.layouts import QKV, ROW, Dims, of_rank
-from asyncrl.weights.reshard import LinearShard, Resharder
+from asyncrl.weights.layouts import QKV, ROW, Dims, NameRule
+from asyncrl.weights.mapping import WHOLE_WITH_TRANSFORMER_ENGINE
+from asyncrl.weights.reshard import Resharder
+
+
+@dataclass(frozen=True)
+class LinearShard:
+    """One rank's part of a linear layer: the rank's number of those that share the layer."""
+
+    module: Any
+    found: NameRule
+    degree: int
+    rank: int
+
+
+def linears(weights: Resharder) -> Iterator[LinearShard]:
+    """Yield this rank's linear layers."""
+    for chunk, name, found in weights.parameters:
+        if found.linear or WHOLE_WITH_TRANSFORMER_ENGINE.search(name):
+            yield LinearShard(weights.layer(chunk, name), found, weights.degree(found), weights.rank(found))
 
 
 class ProjectionAdapter(nn.Module):
@@ -71,9 +90,9 @@ class LinearAdapters(nn.ModuleDict):
         # Of more ranks than key-value heads, each has a part of one head's rows, and all hold every B.
         self._shared = rule.layout is QKV and shard.degree > dims.kv_heads
         self._layout = rule.layout
-        self._dims = dims if self._shared else of_rank(dims, shard.degree)
+        self._dims = dims if self._shared else _of_rank(dims, shard.degree)
         self._part = (shard.degree, shard.rank) if self._shared else (1, 0)
-        self._rows = rule.divides_inputs
+        self._rows = divides_inputs(rule)
         self._expert = rule.routed
         self._degree = shard.degree
         self._group = getattr(linear, "_tp_group", None) or linear.tp_group  # TransformerEngine's layers have both
@@ -215,7 +234,7 @@ def add(chunks: Sequence[GPTModel], weights: Resharder, settings: LoraConfig, ad
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):  # TransformerEngine would look for the weight's buffer
                 module.fuse_wgrad_accumulation = False
-    for shard in list(weights.linears()):
+    for shard in list(linears(weights)):
         every = [*projections(shard.found)]
         known |= {*every}
         names = [name for name in every if settings.targets == "all" or name in settings.targets]
@@ -248,6 +267,11 @@ def _with_gradient(_: Any, __: Any, embedded: Tensor) -> Tensor:
 def modules(chunks: Sequence[GPTModel]) -> Iterator[LinearAdapters]:
     """Yield the adapters of all linear layers."""
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, LinearAdapters))
+
+
+def _of_rank(dims: Dims, degree: int) -> Dims:
+    """Return the dimensions of one rank's part, of which `QKV.shard` makes its rows of queries, keys and values."""
+    return replace(dims, heads=dims.heads // degree, kv_heads=dims.kv_heads // degree)
 
 
 def _widths(shard: LinearShard, parts: int, dims: Dims) -> dict[str, int]:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.schema import POLICY
-from asyncrl.weights.layouts import FUSED_GATE_UP, GATE_UP, LINEAR, QKV, ROW, WHOLE, of_expert
-from asyncrl.weights.names import Mapping, NameRule, without_numbers
+from asyncrl.weights.layouts import FUSED_GATE_UP, GATE_UP, LINEAR, QKV, ROW, WHOLE, NameRule
+from asyncrl.weights.loading import fill, whole_shapes
+from asyncrl.weights.mapping import Mapping, tables, without_numbers
 from asyncrl.weights.reshard import Found, Resharder
 
 ADAPTER = re.compile(r"(?P<linear>.+)\.(?P<module>lora(_[\w-]+)?)\.(?P<projection>\w+)\.(?P<matrix>[AB])")
@@ -32,11 +33,21 @@ def adapter_of(name: str) -> str | None:
     return (found["module"].removeprefix("lora").removeprefix("_") or POLICY) if found else None
 
 
+def divides_inputs(rule: NameRule) -> bool:
+    """Return whether ranks divide the input features of a linear layer."""
+    return LINEAR.get(rule.layout) is WHOLE
+
+
+def of_expert(stack: Tensor, matrix: str | None, number: int, count: int) -> Tensor:
+    """Return one expert's matrix A or B of a stack."""
+    return stack.unflatten(0, (count, -1))[number] if matrix == "A" else stack.unflatten(1, (-1, count))[..., number]
+
+
 def projections(rule: NameRule) -> dict[str, str]:
     """Return PEFT's modules of a linear layer's adapters by their last names. Routed experts have the form of
     PEFT's `target_parameters`: transformers stacks their weights, with gate and up in one."""
     if rule.routed:
-        name = "down_proj" if rule.divides_inputs else "gate_up_proj"
+        name = "down_proj" if divides_inputs(rule) else "gate_up_proj"
         return {name: f"model.layers.{{layer}}.mlp.experts.{name}"}
     # transformers' name of shared experts, which files of Hunyuan 3 call otherwise
     modules = (re.sub(r"\.shared_\w+\.", ".shared_experts.", name.removesuffix(".weight")) for name in rule.hf)
@@ -46,7 +57,7 @@ def projections(rule: NameRule) -> dict[str, str]:
 def matrix_rule(rule: NameRule, projection: str, matrix: str, *, module: str = "lora", whole: bool = False) -> NameRule:
     """Return the rule of matrix A [rank, in] or B [out, rank] of one of a linear layer's projections, in a module
     of `module_of`. `whole` says that every rank holds all of B."""
-    layout = ROW if rule.divides_inputs else WHOLE
+    layout = ROW if divides_inputs(rule) else WHOLE
     if matrix == "B":
         outputs = FUSED_GATE_UP if rule.routed and rule.layout is GATE_UP else LINEAR.get(rule.layout, WHOLE)
         layout = WHOLE if whole else outputs
@@ -69,7 +80,8 @@ def rule_of(mapping: Mapping, name: str, *, shared_heads: bool = False) -> NameR
 
 def adapts(mapping: Mapping, module: str) -> bool:
     """Return whether some linear layer has this module of PEFT, named without the number of its layer."""
-    modules = (one for rule in mapping.linears() for one in projections(rule).values())
+    linears = (rule for rule in tables()[mapping.architecture] if rule.linear)
+    modules = (one for rule in linears for one in projections(rule).values())
     return any(module == _in_transformers(mapping, one) for one in modules)
 
 
@@ -112,10 +124,10 @@ class AdapterWeights:
         `tensors`."""
         weights = self._weights
         for found, tensor in weights.tensors(self._matrices.get(adapter, [])):
-            (name,), (shape,) = found.hf_names(), weights.whole_shapes(found, tensor)
+            (name,), (shape,) = found.hf_names(), whole_shapes(weights, found, tensor)
             count, matrix = 1 if found.expert is None else weights.num_experts, found.matrix
             whole = (count * shape[0], shape[1]) if matrix == "A" else (shape[0], shape[1] * count)
-            weights.fill(found, tensor, [of_expert(read(name, whole), matrix, found.expert or 0, count)])
+            fill(weights, found, tensor, [of_expert(read(name, whole), matrix, found.expert or 0, count)])
 
     def adapts(self, module: str) -> bool:
         """Return whether some rank has a linear layer for PEFT's module."""

@@ -21,6 +21,7 @@ from asyncrl.launch.checks.model_files import read_model
 from asyncrl.launch.precision import Precision
 from asyncrl.network.addresses import MACHINE
 from asyncrl.tasks import Task
+from asyncrl.tasks.build import build_all
 
 SAMPLED = 4
 """Number of questions per task whose length is measured."""
@@ -79,7 +80,7 @@ def duration(seconds: float) -> str:
 def workload(config: Config, folder: Path) -> StepWorkload:
     """Return the token counts of a step, from the questions of the run's tasks."""
     rollout = config.rollout
-    beginning, question = _prompt_tokens(config, folder, tasks.build_all(config))
+    beginning, question = _prompt_tokens(config, folder, build_all(config))
     weights = {name: task.weight for name, task in config.mixture.items()}
     sizes = sum(weight * config.group_size(name) for name, weight in weights.items())
     return StepWorkload(

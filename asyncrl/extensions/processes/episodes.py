@@ -11,6 +11,7 @@ on death      of the rollout process: ends, as having lost its peer. An error of
 from __future__ import annotations
 
 from asyncrl import import_hooks
+from asyncrl.tasks.build import build_all
 
 # isort: split
 import asyncio
@@ -36,8 +37,9 @@ from asyncrl.progress import Progress, failing
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import question_of, render
 from asyncrl.rollout.serving import contain
+from asyncrl.rollout.snapshot import SiblingSnapshot, resumed
 from asyncrl.schema import Prompt, Trajectory, encode
-from asyncrl.tasks import Question, build_all
+from asyncrl.tasks import Question
 
 REPORT_SECONDS, REPORT_SHARE = 1.0, 0.02
 """Seconds between two reports, and the largest share of the time that they may take."""
@@ -117,7 +119,8 @@ class EpisodeWorker:
             named = {"group": play.group, "sample": sample.name, "pinned": play.pinned, "born": play.born}
             return client.generate(sample.temperature, purpose="evaluation", **named)  # type: ignore[arg-type]
         if sample.received:
-            return client.resume(play.group, sample.name, play.born, sample.received, sample.said)
+            saved = SiblingSnapshot(sample.received, sample.said)
+            return resumed(client, play.group, sample.name, play.born, saved)
         return client.generate(group=play.group, sample=sample.name, born=play.born)
 
     async def _play(self, play: wire.Play, sessions: Sequence[GenerationSession]) -> None:

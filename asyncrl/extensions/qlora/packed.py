@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
-from asyncrl.extensions.lora.layers import AdaptedLinear
+from asyncrl.extensions.lora.layers import AdaptedLinear, linears
 from asyncrl.extensions.qlora.extension import BLOCK
 from asyncrl.weights.reshard import Found, Resharder
 
@@ -187,7 +187,7 @@ def _quantized(of: Any) -> Any:
 def pack_base(weights: Resharder, kind: Kind) -> None:
     """Quantize the weights of this rank's linear layers with adapters. Raises ConfigError if one of them does not
     consist of blocks."""
-    for shard in weights.linears():
+    for shard in linears(weights):
         if isinstance(shard.module, AdaptedLinear):
             pack(shard.module, kind, " and ".join(shard.found.hf_names()))
 

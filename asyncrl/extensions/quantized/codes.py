@@ -25,7 +25,7 @@ from asyncrl.schema import POLICY
 from asyncrl.weights.checksum import ExpectedChecksums, SentWeights
 from asyncrl.weights.engine_layout import CUTS, CUTS_OF_EXPERTS, EngineParameter
 from asyncrl.weights.layouts import Pieces
-from asyncrl.weights.names import Mapping
+from asyncrl.weights.mapping import Mapping
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl import tasks
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.rollout.parts import ModelParts
 from asyncrl.rollout.prompts import Prompts
+from asyncrl.tasks.build import build_all
 
 Told = tuple[str, str, str, str]
 """Level (ok, warning or error), setting, value and remedy."""
@@ -26,7 +26,7 @@ def look(config: Config, model: Path) -> Iterator[Told]:
     """Yield the number of questions of each task and evaluation set, or what is wrong with them."""
     left_out: list[str] = []
     try:
-        played = tasks.build_all(config)
+        played = build_all(config)
         parts = ModelParts.load(config, model)
         length = parts.hf["max_position_embeddings"]
         prompts = Prompts(config, played, parts.template, length, left_out.append, parts.images)

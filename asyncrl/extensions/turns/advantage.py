@@ -1,7 +1,7 @@
 """Turn-level credit assignment: the return of a turn compared with those of other turns.
 
-Let G be the return from a turn on (the mean over its branches if the episode forks; algo/turns.py), b its baseline, and
-w its share of the episode:
+Let G be the return from a turn on (the mean over its branches if the episode forks; algo/branches.py), b its baseline,
+and w its share of the episode:
 
     A = w (G - b)
 
@@ -39,8 +39,8 @@ from asyncrl.settings import Share
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from asyncrl.algo.branches import TurnTable
     from asyncrl.algo.table import TokenTable
-    from asyncrl.algo.turns import TurnTable
 
 ROUNDING = 1e-12  # relative to a group's largest return: a smaller difference counts as none
 

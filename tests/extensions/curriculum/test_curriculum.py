@@ -24,7 +24,7 @@ from asyncrl.models.catalog import resolve
 from asyncrl.rollout.parts import load_tokenizer
 from asyncrl.rollout.prompts import Prompts
 from asyncrl.rollout.reporters import RolloutRun
-from asyncrl.tasks import build_all
+from asyncrl.tasks.build import build_all
 from tests.fakes import LengthTask, addresses, group, tiny_config, tiny_values
 
 NAMES = ("sort", "sum", "copy")

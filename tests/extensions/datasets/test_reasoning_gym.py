@@ -11,6 +11,7 @@ from asyncrl import tasks
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.datasets.reasoning_gym import BLOCK, LISTING
 from asyncrl.rollout.held_out import EVAL_OFFSET
+from asyncrl.tasks.build import build, build_all
 from tests.fakes import tiny_config
 
 
@@ -18,7 +19,7 @@ def gym(**changes: Any) -> tasks.Task:
     settings = {"kind": "reasoning_gym", "name": "chain_sum", "system": "Short.", "shots": 1}
     params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     given = {**settings, "params": params} | changes
-    return tasks.build(tiny_config(**{f"task.{name}": value for name, value in given.items()}).task)
+    return build(tiny_config(**{f"task.{name}": value for name, value in given.items()}).task)
 
 
 def test_generator_question_follows_system_message_and_examples() -> None:
@@ -70,5 +71,5 @@ def test_what_reasoning_gym_refuses_names_the_setting(changes: dict[str, Any]) -
 def test_a_generator_of_several_tasks_is_named_by_its_field() -> None:
     task = tiny_config().task.model_dump()
     with pytest.raises(ConfigError) as caught:
-        tasks.build_all(tiny_config(tasks={"gym": {**task, "kind": "reasoning_gym"}}))
+        build_all(tiny_config(tasks={"gym": {**task, "kind": "reasoning_gym"}}))
     assert caught.value.field == "tasks.gym.name / tasks.gym.params"

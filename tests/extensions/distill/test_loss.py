@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.algo.branches import accumulated
 from asyncrl.algo.table import LossRows, build_table
-from asyncrl.algo.turns import accumulated
 from asyncrl.extensions.distill.loss import chain, distillation_loss, distilled_advantages, tempered
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 from tests.algo.tables import advantage, loss

@@ -26,7 +26,7 @@ from asyncrl.launch.resume import advice
 from asyncrl.models.catalog import resolve
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.schema import Completion, Prompt, Trajectory, Turn, VersionSpan
-from asyncrl.tasks import build_all
+from asyncrl.tasks.build import build_all
 from tests.fakes import addresses, tiny_config
 
 EVALUATE = {"mode": "evaluate"}

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from asyncrl import tasks
 from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.envs.env import EnvSpec
 from asyncrl.envs.pool import EnvironmentPool
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.agent import agents
+from asyncrl.tasks.build import build as build_task
+from asyncrl.tasks.build import build_all
 from tests.fakes import tiny_config
 
 GAMES: dict[str, dict[str, Any]] = {
@@ -32,7 +33,7 @@ def config(**settings: Any) -> Any:
 
 
 def build(**settings: Any) -> Any:
-    return tasks.build(config(**settings).task)
+    return build_task(config(**settings).task)
 
 
 @pytest.mark.parametrize("name", GAMES)
@@ -78,19 +79,19 @@ class Everyone(MultiTurn):
 
 def test_environment_of_one_role_is_played_turn_by_turn() -> None:
     run = config(**GAMES["2048"])
-    assert isinstance(agents(run, tasks.build_all(run), print)["2048-v0"], MultiTurn)
+    assert isinstance(agents(run, build_all(run), print)["2048-v0"], MultiTurn)
 
 
 def test_agent_is_told_the_roles_of_its_environment() -> None:
     run = config(**MATCHES["tictactoe"], agent=f"{__name__}:Everyone")
-    agent: Any = agents(run, tasks.build_all(run), print)["TicTacToe-v0"]
+    agent: Any = agents(run, build_all(run), print)["TicTacToe-v0"]
     assert agent.roles == ["player-0", "player-1"]
 
 
 def test_environment_of_several_roles_needs_an_agent_of_its_own() -> None:
     run = config(**MATCHES["tictactoe"])
     with pytest.raises(ConfigError, match=r"plays the roles \['player-0', 'player-1'\]") as caught:
-        agents(run, tasks.build_all(run), print)
+        agents(run, build_all(run), print)
     assert caught.value.field == "task.agent"
 
 
@@ -105,7 +106,7 @@ def test_environment_of_several_roles_needs_an_agent_of_its_own() -> None:
 def test_what_an_agent_of_games_does_not_take_is_named(settings: dict[str, Any], wrong: str) -> None:
     run = config(**settings)
     with pytest.raises(ConfigError, match=f"unexpected keyword argument '{wrong}'") as caught:
-        agents(run, tasks.build_all(run), print)
+        agents(run, build_all(run), print)
     assert caught.value.field == "task.agent_params"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.extensions.lora.weights import adapts, projections, rule_of
-from asyncrl.weights.names import Mapping, tables
+from asyncrl.weights.mapping import Mapping, tables
 
 
 @pytest.mark.parametrize("architecture", tables())

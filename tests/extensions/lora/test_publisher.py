@@ -39,7 +39,8 @@ from asyncrl.extensions.lora.rules import resident_adapters
 from asyncrl.extensions.lora.served import ServedAdapters, adapter_names
 from asyncrl.network.addresses import Access
 from asyncrl.parallel import Parallel
-from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.rollout.buffer import Ticket
+from asyncrl.rollout.snapshot import ResumableBuffer
 from asyncrl.schema import POLICY
 from tests.fakes import group, tiny_config
 from tests.integration.adapters import NO_PAST
@@ -451,7 +452,7 @@ class Residency(RuleBasedStateMachine):
         over_age = "drop" if drops else "wait"
         self.settings = {"max_staleness": staleness, "lead": max(0, staleness - back), "over_age": over_age}
         self.servers = Servers(engines)
-        self.buffer = CohortBuffer(2, **self.settings)  # type: ignore[arg-type]
+        self.buffer = ResumableBuffer(2, **self.settings)  # type: ignore[arg-type]
         self.playing: dict[Ticket, int | None] = {}
         self.evaluated: int | None = None
         self.evaluated_before = False
@@ -568,7 +569,7 @@ class Residency(RuleBasedStateMachine):
         if self.buffer.training:
             return
         state, self.saved = self.buffer.state(), [self.buffer.version]
-        self.buffer = CohortBuffer(2, **self.settings)  # type: ignore[arg-type]
+        self.buffer = ResumableBuffer(2, **self.settings)  # type: ignore[arg-type]
         self.buffer.restore(state)
         self.playing, self.evaluated = dict.fromkeys(self.playing), None
         for url in self.servers.engines:

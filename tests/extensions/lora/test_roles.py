@@ -18,6 +18,7 @@ from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.extensions.lora.rules import past_versions
 from asyncrl.extensions.lora.served import ServedAdapters, adapter_names
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
+from asyncrl.rollout.snapshot import SiblingSnapshot, resumed
 from asyncrl.schema import Completion, Generate, Prompt, Trajectory, VersionSpan
 from tests.engine.asking import PROMPT, answering, asked, named
 from tests.fakes import FakeEngine, FakeTemplate, Reply, completion, pieces, stream, tiny_config, until
@@ -139,8 +140,8 @@ def test_episode_keeps_its_past_version_through_everything() -> None:
         turns.append(await session(PROMPT, None, "old"))
         client.inflight.restore(5, {}, 0)
         client.inflight.release(5)
-        resumed = client.resume("g", "g 0", 4, 0, [])
-        turns.append(await resumed(PROMPT, None, "old"))
+        again = resumed(client, "g", "g 0", 4, SiblingSnapshot(0, []))
+        turns.append(await again(PROMPT, None, "old"))
         return [one.versions[0].version for one in turns]
 
     assert len(set(played(engine, play))) == 1
@@ -156,8 +157,8 @@ def test_a_resumed_completion_goes_to_the_role_that_asked_for_it() -> None:
         client.inflight.release(4)
         session = session_at(client, 4)
         first = [await session(PROMPT, None, role) for role in ("solver", "old")]
-        resumed = client.resume("g", "g 0", 4, session.received, session.said())
-        return first, [await resumed(PROMPT, None, role) for role in ("old", "solver")][::-1]
+        again = resumed(client, "g", "g 0", 4, SiblingSnapshot(session.received, session.said()))
+        return first, [await again(PROMPT, None, role) for role in ("old", "solver")][::-1]
 
     before, after = played(engine, play)
     assert before == after

@@ -28,7 +28,7 @@ from asyncrl.extensions.plan.tensors import Weight
 from asyncrl.launch.checks.model_files import read_model
 from asyncrl.models import catalog
 from asyncrl.parallel import PipelineSplit
-from asyncrl.weights.names import tables
+from asyncrl.weights.mapping import tables
 from tests.fakes import tiny_config
 
 SHAPE = Shape(layers=4, hidden=8, queries=8, keys=4, values=4, inner=16, vocab=10, cached=8, cache_heads=2)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
-from asyncrl import tasks
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.extensions.processes.rendering import CHUNK, RenderedAhead
 from asyncrl.extensions.processes.wire import RenderedQuestion
@@ -19,6 +18,7 @@ from asyncrl.rollout import prompts as module
 from asyncrl.rollout.parts import load_tokenizer
 from asyncrl.rollout.prompts import Prompts
 from asyncrl.schema import Prompt, encode
+from asyncrl.tasks.build import build_all
 from tests.fakes import questions_with_long_ones, tiny_config
 
 
@@ -41,7 +41,7 @@ class _Elsewhere:
 
     def __init__(self, config: Any, template: ChatTemplate, share: float, seed: int = 0) -> None:
         self.ahead = RenderedAhead(self._render, config.rollout.batch_groups)
-        self._tasks, self._template, self._share, self._chance = tasks.build_all(config), template, share, Random(seed)
+        self._tasks, self._template, self._share, self._chance = build_all(config), template, share, Random(seed)
         self._config, self._late = config, list[RenderedQuestion]()
 
     def _render(self, questions: list[tuple[str, int]]) -> None:
@@ -86,7 +86,7 @@ def test_prompts_are_the_same_wherever_they_are_rendered(
 
     def made(ahead: RenderedAhead | None) -> Prompts:
         length = 8 if number == len(SETS) else 64
-        return Prompts(config, tasks.build_all(config), template, length, ahead=ahead)
+        return Prompts(config, build_all(config), template, length, ahead=ahead)
 
     def name(prompt: Prompt) -> Any:
         return prompt.uid, prompt.token_ids, prompt.task, prompt.index
@@ -101,7 +101,7 @@ def test_prompts_that_came_are_not_rendered_here(tokenizer: Any, monkeypatch: py
     """Neither are they kept once they are drawn."""
     config, template = tiny_config(**SETS[1]), ChatTemplate(tokenizer)
     ahead = _Elsewhere(config, template, 1.0).ahead
-    prompts = Prompts(config, tasks.build_all(config), template, 64, ahead=ahead)
+    prompts = Prompts(config, build_all(config), template, 64, ahead=ahead)
     first(prompts, 1)
     rendered: list[str] = []
     render = prompts._render

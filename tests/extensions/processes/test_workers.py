@@ -24,9 +24,9 @@ from asyncrl.extensions.processes.wire import Hello, connect
 from asyncrl.extensions.processes.workers import EpisodeWorkers
 from asyncrl.network.addresses import Access
 from asyncrl.rollout import server
-from asyncrl.rollout.buffer import CohortBuffer, Ticket
+from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.server import RolloutServer
-from asyncrl.rollout.snapshot import ResumableGroups
+from asyncrl.rollout.snapshot import ResumableBuffer, ResumableGroups
 from asyncrl.schema import Batch, Generate, Prompt, Trajectory
 from tests.examples import examples
 from tests.extensions.processes.machinery import Deaths, ManyProcesses, pool_of
@@ -344,7 +344,7 @@ def test_version_opens_when_every_process_has_confirmed(
 
     async def main() -> None:
         pool, url = pool_of(2)
-        groups = ResumableGroups(CohortBuffer(1, 0), pool)  # type: ignore[arg-type]
+        groups = ResumableGroups(ResumableBuffer(1, 0), pool)  # type: ignore[arg-type]
         service = RolloutServer(groups, pool, None, "key0")  # type: ignore[arg-type]
         http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app=service.app()), base_url="http://service", headers=KEY

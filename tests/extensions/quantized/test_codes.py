@@ -13,10 +13,9 @@ from torch import Tensor
 from asyncrl.extensions.quantized.codes import FORMATS, CodeChecksums, QuantizedWeights
 from asyncrl.models.families import known_families
 from asyncrl.parallel import EngineParallel
-from asyncrl.weights.bucket import nbytes, plan_buckets, views
+from asyncrl.weights.bucket import nbytes, plan_buckets, unit_of, views
 from asyncrl.weights.checksum import Checksums, differing
 from asyncrl.weights.layouts import Pieces
-from asyncrl.weights.names import unit_of
 from tests.weights.models import config, digest, model
 
 FP8, INT8 = FORMATS["fp8"], FORMATS["int8"]

@@ -12,11 +12,12 @@ from asyncrl.envs.env import Step
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.squares.game import BLUE, RED, FindSquare
 from asyncrl.extensions.squares.task import COLOURS
+from asyncrl.tasks.build import build
 from tests.fakes import tiny_config
 
 
 def asked(ask: str) -> tasks.Task:
-    return tasks.build(tiny_config(**{"task.kind": "squares", "task.params": {"ask": ask}}).task)
+    return build(tiny_config(**{"task.kind": "squares", "task.params": {"ask": ask}}).task)
 
 
 @pytest.mark.parametrize("ask", ["colour", "number"])

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.advantage import ADVANTAGES, group_sum
+from asyncrl.algo.branches import TurnTable
 from asyncrl.algo.table import TokenTable
-from asyncrl.algo.turns import TurnTable
 from asyncrl.extensions.turns.advantage import depths
 from tests.algo.decisions import Groups, groups, world
 from tests.algo.tables import advantage

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl import tasks
 from asyncrl.errors import EpisodeFailed
 from asyncrl.extensions.verifiers import envs
 from asyncrl.extensions.verifiers.process import Launch
 from asyncrl.extensions.verifiers.task import Verifiers
 from asyncrl.schema import Completion, Prompt, Trajectory
+from asyncrl.tasks.build import build
 from tests.agents.talking import Talking, written
 from tests.extensions.proxy.behind import DEADLINE, EOS_ID, template
 from tests.fakes import tiny_config
@@ -52,7 +52,7 @@ def made(name: str, **args: Any) -> Verifiers:
 
 
 def _built(config: Any) -> Verifiers:
-    task = tasks.build(config)
+    task = build(config)
     assert isinstance(task, Verifiers)
     return task
 

@@ -16,7 +16,7 @@ from PIL import Image
 from asyncrl.config import load
 from asyncrl.errors import ConfigError
 from asyncrl.images import images_in
-from asyncrl.tasks import build
+from asyncrl.tasks.build import build
 from asyncrl.tasks.files import FileTask
 from tests.fakes import compose_values
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from asyncrl import tasks
 from asyncrl.agents.chat import Chat
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.agents.template import ChatTemplate
@@ -31,6 +30,7 @@ from asyncrl.rollout.player import _images
 from asyncrl.rollout.prompts import Prompts
 from asyncrl.schema import Batch as TrainedBatch
 from asyncrl.schema import Generate, Group, Prompt, Trajectory, Turn, decode_batch, encode
+from asyncrl.tasks.build import build_all
 from tests.fakes import FakeEngine, changed, compose_values, echo
 
 LIMITS = EpisodeTimeouts(agent=60.0, reward=60.0, episode=None)
@@ -59,7 +59,7 @@ def vision(model: Path) -> Iterator[Vision]:
 
 def prompts_of(model: Path, vision: Vision | None, length: int = 512, **changes: Any) -> Prompts:
     config = config_of(**changes)
-    return Prompts(config, tasks.build_all(config), ChatTemplate(load_tokenizer(model, None)), length, images=vision)
+    return Prompts(config, build_all(config), ChatTemplate(load_tokenizer(model, None)), length, images=vision)
 
 
 def png(colour: int, size: tuple[int, int] = (56, 56)) -> bytes:

@@ -25,6 +25,7 @@ from asyncrl.trainer.head import Head
 from asyncrl.trainer.network import forward, head_weight
 from asyncrl.weights.export import save_hf
 from asyncrl.weights.layouts import dims_of
+from asyncrl.weights.loading import load
 from asyncrl.weights.reshard import Resharder
 from tests.integration.families import factors, groups
 from tests.integration.ranks.joining import joined, met
@@ -62,7 +63,7 @@ class Pass:
         self.config = megatron.transformer_config(hf, trainer)
         self.model = megatron.build_model(hf, self.config)
         self.weights = Resharder([self.model], hf["architectures"][0], dims_of(hf), parallel)
-        self.weights.load(folder)
+        load(self.weights, folder)
         plain = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         self.wrapped = DistributedDataParallel(self.config, plain, self.model)
         self.config.finalize_model_grads_func = finalize_model_grads

@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import uvicorn
 
-from asyncrl import tasks
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config, read
 from asyncrl.metrics.record import StepLog
@@ -25,6 +24,7 @@ from asyncrl.parallel import Parallel
 from asyncrl.rollout.parts import load_tokenizer, stop_tokens
 from asyncrl.rollout.prompts import Prompts
 from asyncrl.schema import Batch, Completion, Group, VersionSpan
+from asyncrl.tasks.build import build_all
 from asyncrl.trainer.batch_source import RolloutClient
 from asyncrl.trainer.feed import BatchFeed
 from asyncrl.trainer.loop import train
@@ -45,7 +45,7 @@ class Bench:
     def __init__(self, config: Config, folder: Path, parallel: Parallel) -> None:
         self.config, self.model, self.parallel = config, catalog.resolve(config.model.path), parallel
         self.policy = Policy(config, self.model, parallel)
-        ((self.name, self.task),) = tasks.build_all(config).items()
+        ((self.name, self.task),) = build_all(config).items()
         self.tokenizer = load_tokenizer(self.model, None)
         self.template = ChatTemplate(self.tokenizer)
         self.prompts = Prompts(config, {self.name: self.task}, self.template, model_length=64)

@@ -28,6 +28,7 @@ from asyncrl.weights import publish
 from asyncrl.weights.background import Background
 from asyncrl.weights.bucket import Bucket, fill, views
 from asyncrl.weights.layouts import Pieces, dims_of
+from asyncrl.weights.loading import load
 from asyncrl.weights.publish import Outgoing, Publisher
 from asyncrl.weights.reshard import Resharder
 from asyncrl.weights.transport import Transport
@@ -50,7 +51,7 @@ def loaded(chunks: list[GPTModel], model: Path, parallel: Parallel) -> Resharder
     """Load a model's weights into its chunks."""
     hf = megatron.read_hf_config(model)
     weights = Resharder(chunks, hf["architectures"][0], dims_of(hf), parallel)
-    weights.load(model)
+    load(weights, model)
     return weights
 
 

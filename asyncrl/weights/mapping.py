@@ -7,56 +7,14 @@ one; HF's are those of the safetensors files.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 
 from asyncrl.errors import WeightsError
 from asyncrl.models.families import known_families
 from asyncrl.models.family import WeightRow
-from asyncrl.weights.layouts import LAYOUTS, LINEAR, WHOLE, TensorLayout
-
-
-@dataclass(frozen=True)
-class NameRule:
-    """One Megatron parameter and its HF tensors, as in a WeightRow: of a table, or found by its name."""
-
-    megatron: str
-    layout: TensorLayout
-    hf: tuple[str, ...]
-    matrix: str | None = None
-    """A or B for one of two factors of a weight (layouts.stack_experts); None for the parameter itself."""
-    layer: int | None = None
-    expert: int | None = None
-    """The numbers in the name that was found."""
-
-    def hf_names(self, *, expert_offset: int = 0) -> tuple[str, ...]:
-        """Return the HF names of this parameter, or of the same parameter of the expert `expert_offset` further on."""
-        expert = None if self.expert is None else self.expert + expert_offset
-        return tuple(name.format(layer=self.layer, expert=expert) for name in self.hf)
-
-    @property
-    def routed(self) -> bool:
-        """True for a routed expert's weight, which is sharded over the expert-parallel ranks, not over the dense
-        layout."""
-        return "{expert}" in self.megatron
-
-    @property
-    def stacked(self) -> bool:
-        """True for a routed expert's weight whose HF tensor holds those of all experts, one after the other."""
-        return self.routed and "{expert}" not in self.hf[0]
-
-    @property
-    def linear(self) -> bool:
-        """True for the weight of a linear layer: of all but the output layer, routers and the projection of multi-token
-        prediction."""
-        return self.layout in LINEAR and self.megatron.endswith(".weight") and "eh_proj" not in self.megatron
-
-    @property
-    def divides_inputs(self) -> bool:
-        """True for a linear layer whose input features ranks divide."""
-        return LINEAR.get(self.layout) is WHOLE
-
+from asyncrl.weights.layouts import LAYOUTS, WHOLE, NameRule
 
 Table = tuple[NameRule, ...]
 
@@ -90,20 +48,6 @@ def local_name(name: str) -> str:
     for pattern, replacement in TRANSFORMER_ENGINE:
         name = re.sub(pattern, replacement, name)
     return name
-
-
-INSEPARABLE = {"self_attn.kv_a_proj_with_mqa.weight": "self_attn.q_a_proj.weight"}
-"""HF tensors, with their scales, that an engine must get in one call: SGLang's deepseek_v2.py fuses the two only if it
-sees both, and otherwise silently keeps the old weights."""
-
-
-def unit_of(hf_name: str) -> str:
-    """Return a key that is equal for tensors that must arrive together, among them a weight and its scales."""
-    hf_name = hf_name.removesuffix("_inv").removesuffix("_scale")
-    for name, leader in INSEPARABLE.items():
-        if hf_name.endswith(name):
-            return hf_name.removesuffix(name) + leader
-    return hf_name
 
 
 class Mapping:
@@ -143,10 +87,6 @@ class Mapping:
         """Return whether an HF tensor is the weight of a linear layer, which can be quantized."""
         rule = self._hf.get(without_numbers(hf_name)[0])
         return rule is not None and rule.linear
-
-    def linears(self) -> Iterator[NameRule]:
-        """Yield the rules of linear layers, without the numbers of layers and experts."""
-        return (rule for rule in self._rules.values() if rule.linear)
 
 
 def without_numbers(name: str) -> tuple[str, dict[str, int]]:

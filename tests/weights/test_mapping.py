@@ -16,6 +16,7 @@ from asyncrl.errors import WeightsError
 from asyncrl.models import families, parts
 from asyncrl.models.tiny import write_random_model
 from asyncrl.weights import layouts
+from asyncrl.weights.bucket import unit_of
 from asyncrl.weights.layouts import (
     COLUMN,
     FUSED_GATE_UP,
@@ -33,7 +34,7 @@ from asyncrl.weights.layouts import (
     TensorLayout,
     dims_of,
 )
-from asyncrl.weights.names import Mapping, local_name, table, tables, unit_of
+from asyncrl.weights.mapping import Mapping, local_name, table, tables
 
 HIDDEN = 8
 ONE = Dims(heads=1, kv_heads=1, head_dim=1, vocab=5, tied=False)
