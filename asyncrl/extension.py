@@ -531,7 +531,7 @@ class Extension:
     """Columns of the token table that it fills and that algo.kl.reference may name."""
     enables: ClassVar[Sequence[str]] = ()
     """Settings of the core that need it: of an engine's shape, to be above 1, and `trainer.lora.rank`
-    (launch/checks/model.py), and `record`."""
+    (launch/checks/model.py), `record`, and `rollout.max_running_groups`, to be auto (config/rules.py)."""
     platform: ClassVar[str] = ""
     """Import path of a Platform for machines without GPUs (platforms.py), of an extension that need not be named."""
 

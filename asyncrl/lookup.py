@@ -139,9 +139,9 @@ def loaded(attribute: str) -> list[Any]:
     return [load(path, "extensions") for path in paths if path]
 
 
-def enabled() -> set[str]:
-    """Return the settings of the core that need an extension, with those that need not be named."""
-    return {field for kind in classes({}).values() for field in kind.enables}
+def enabled(named: Mapping[str, str]) -> set[str]:
+    """Return the settings of the core that need an extension, with those that there are."""
+    return {field for kind in classes(named).values() for field in kind.enables}
 
 
 def apart(named: Mapping[str, str]) -> set[str]:

@@ -2,18 +2,20 @@
 
     python scripts/core.py [NAME ...]
 
-Copies the committed tree, deletes extensions as their READMEs say (every path in backticks of the section "Delete it"
-that exists), and runs what is left, in three ways. All but `cpu` at once: the structure tests, the unit tests of every
-package of the core, and a run of a few steps. Then, for each extension, all but those that it needs: its unit tests.
-Then several at a time, each with those that need it, such that for any two there is a case in which one is there
-without the other, unless it needs it: the rules of imports, and a run. The tests of whole runs and of the scripts use
-the planner's lengths, and are not part of this. With names, each of those alone is deleted: the structure tests, the
-unit tests of settings, launcher, recipes, tasks and the other extensions, and a run. The last line is JSON; the exit
-code is 1 if anything failed.
+Run it before you delete anything: it copies the committed tree, deletes extensions there as their READMEs say (every
+path in backticks of the section "Delete it" that exists; "set `key: value` in `file.yaml`" is carried out), and runs
+what is left, in three ways. Changes that are not committed play no part. All but `cpu` at once: the structure tests,
+the unit tests of every package of the core, and a run of a few steps. Then, for each extension, all but those that it
+needs: its unit tests. Then several at a time, each with those that need it, such that for any two there is a case in
+which one is there without the other, unless it needs it: the rules of imports, and a run. The tests of whole runs and
+of the scripts use the planner's lengths, and are not part of this. With names, each of those alone is deleted: the
+structure tests, the unit tests of settings, launcher, recipes, tasks and the other extensions, and a run. The last line
+is JSON; the exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
@@ -39,7 +41,18 @@ MORE = ["algo", "agents", "checkpoints", "engine", "envs", "metrics", "network",
 MORE += ["rewards", "rollout", "trainer", "weights"]
 STRUCTURE = ["tests/test_imports.py", "tests/test_names.py"]
 RUN = ["experiment=tiny", "run.max_steps=3", "eval.questions=0", "run.dir=.core-run"]
-RUN += ["rollout.max_running_groups=null"]  # auto, the default, needs an extension
+SETTING = re.compile(r"set\s+`(\w+): (\w+)`\s+in\s+`([\w/.]+\.yaml)`")
+"""A default that must change where an extension is gone."""
+
+
+@cache
+def committed() -> Path:
+    """Return a copy of the committed tree, which is removed when this process ends."""
+    tree = Path(tempfile.mkdtemp(prefix="asyncrl-core-head-"))
+    atexit.register(shutil.rmtree, tree, ignore_errors=True)
+    archive = subprocess.run(["git", "-C", str(ROOT), "archive", "HEAD"], capture_output=True, check=True).stdout
+    subprocess.run(["tar", "-x", "-C", tree], input=archive, check=True)
+    return tree
 
 
 def needs(readme: str, word: str = "Needs") -> set[str]:
@@ -52,7 +65,8 @@ def needs(readme: str, word: str = "Needs") -> set[str]:
 @cache
 def all_needs() -> dict[str, set[str]]:
     """Return for each extension what it needs."""
-    return {file.parent.name: needs(file.read_text()) for file in sorted((ROOT / EXTENSIONS).glob("*/README.md"))}
+    pages = sorted((committed() / EXTENSIONS).glob("*/README.md"))
+    return {page.parent.name: needs(page.read_text()) for page in pages}
 
 
 def with_dependents(names: list[str]) -> list[str]:
@@ -69,7 +83,11 @@ def delete(tree: Path, name: str) -> list[str]:
     """Delete an extension as its README says, and return what was deleted."""
     folder = tree / EXTENSIONS / name
     section = (folder / "README.md").read_text().partition("## Delete it")[2]
-    named = re.findall(r"`([^`]+)`", section)
+    for key, value, file in SETTING.findall(section):
+        text, count = re.subn(rf"^{key}: \w+$", f"{key}: {value}", (tree / file).read_text(), flags=re.MULTILINE)
+        assert count == 1, f"{file} has no {key}"
+        (tree / file).write_text(text)
+    named = re.findall(r"`([^`]+)`", SETTING.sub("", section))
     for word in re.findall(r"recipe `(\w+)`", section):
         named += [f"recipes/{word}", f"tests/recipes/test_{word}.py"]
     named = [word for word in named if (tree / word).exists()]
@@ -85,8 +103,7 @@ def check(gone: list[str], *, rules: list[str], tests: list[str], run: bool = Tr
     """Return whether the tree works without these extensions: those tests of the structure, these unit tests, a run."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-core-") as folder:
         tree = Path(folder)
-        archive = subprocess.run(["git", "-C", str(ROOT), "archive", "HEAD"], capture_output=True, check=True).stdout
-        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        shutil.copytree(committed(), tree, symlinks=True, dirs_exist_ok=True)
         paths = [path for name in gone for path in delete(tree, name)]
         print("deleted:", *(paths if len(paths) < 30 else [len(paths), "paths"]), flush=True)
         if not [*(tree / EXTENSIONS).glob("*/__init__.py")]:
@@ -120,7 +137,9 @@ def separating(names: list[str]) -> Iterator[list[str]]:
 
 def cases(named: list[str]) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
     """Yield the name of each case, the extensions that it deletes, and what `check` runs."""
-    every = sorted(file.parent.name for file in (ROOT / EXTENSIONS).glob("*/__init__.py"))
+    every = sorted(file.parent.name for file in (committed() / EXTENSIONS).glob("*/__init__.py"))
+    if unknown := sorted({*named} - {*every}):
+        sys.exit(f"no extension of the committed tree: {', '.join(unknown)}; known: {', '.join(every)}")
     most = [name for name in every if name not in KEPT]
     for name in named:
         gone = with_dependents([name])

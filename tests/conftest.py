@@ -55,6 +55,17 @@ SEPARATE = _files(
 """Files whose tests share nothing, so that each test can run in any process."""
 
 
+class Failures:
+    """Names each failure when it happens: pytest itself does only at its end."""
+
+    def __init__(self, terminal: Any) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._terminal.write_line(f" FAILED {report.nodeid} ({report.when})")
+
+
 def pytest_collection_finish() -> None:
     """All test modules, and what they test, are imported."""
     import_hooks.done()
@@ -104,8 +115,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+@pytest.hookimpl(trylast=True)  # after pytest's own, which makes its terminal
 def pytest_configure(config: pytest.Config) -> None:
     """sentencepiece (SWIG) warns while it is imported; as an error that is a segmentation fault at Python's exit."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Failures(config.pluginmanager.get_plugin("terminalreporter")))
     config.addinivalue_line("filterwarnings", r"ignore:builtin type .* has no __module__ attribute:DeprecationWarning")
 
 

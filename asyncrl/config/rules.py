@@ -81,7 +81,12 @@ def _extended(config: Config) -> Iterator[Rule]:
         names = [*own, *others]
         why = f"Must be one of {', '.join(names)}: no extension that is installed has another."
         yield field, value_of(config, field) not in names, why
-    yield "record", config.record and "record" not in lookup.enabled(), lookup.NOBODY
+    enabled = lookup.enabled(config.extensions)
+    yield "record", config.record and "record" not in enabled, lookup.NOBODY
+    auto = (
+        config.generates and config.rollout.max_running_groups == "auto" and "rollout.max_running_groups" not in enabled
+    )
+    yield "rollout.max_running_groups", auto, "No extension that is installed has auto: set a number, or null."
 
 
 def _evaluation(config: Config) -> Iterator[Rule]:

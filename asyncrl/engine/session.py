@@ -107,6 +107,12 @@ class GenerationSession:
                 return one.completion if usable else None
         return None
 
+    def restore(self, received: int, said: Sequence[Exchange]) -> None:
+        """Continue an episode of a saved run, which has received so many tokens. With seeds, completions are generated
+        again from their start: an engine's last bits depend on whether it prefills a token or generates it."""
+        self.received = received
+        self.recalled = list(said) if self.seed is None else []
+
     def forget(self) -> None:
         """Drop the requests so far because the episode starts over. Their tokens still count as received."""
         self.requests = []

@@ -18,8 +18,6 @@ from itertools import islice
 import msgspec
 
 from asyncrl import schema
-from asyncrl.engine.client import GenerationClient
-from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import RecordError
 from asyncrl.rollout.buffer import Cohort, CohortBuffer, ReadyGroup, RunningGroup, Ticket
 from asyncrl.rollout.events import Published, Saved
@@ -193,10 +191,10 @@ class ResumableGroups(GroupLifecycle):
         self._retried, self._tokens_reported = Counter(state.retried), Counter(state.reported)
         for one in state.outstanding:
             uid = one.ticket.uid
-            sessions = [
-                resumed(self._client, uid, f"{uid} {number}", one.ticket.born, sibling)
-                for number, sibling in enumerate(one.siblings)
-            ]
+            sessions = []
+            for number, sibling in enumerate(one.siblings):
+                sessions.append(self._client.generate(group=uid, sample=f"{uid} {number}", born=one.ticket.born))
+                sessions[-1].restore(sibling.received, sibling.said)
             self._playing[one.ticket] = GroupInPlay(one.ticket, one.prompt, sessions)
         for version, parts in state.parts.items():
             taken = (played.group for played in state.buffer.training[version])
@@ -220,15 +218,6 @@ class ResumableGroups(GroupLifecycle):
             self._client.inflight.release(self._buffer.version)
             self._released.set()
         return since
-
-
-def resumed(client: GenerationClient, group: str, sample: str, born: int, saved: SiblingSnapshot) -> GenerationSession:
-    """Restore the session of an episode. With seeds, the saved completions are dropped and generated again from their
-    start, because the last bits of an engine's numbers depend on whether it prefills a token or generates it."""
-    session = client.generate(group=group, sample=sample, born=born)
-    session.received = saved.received
-    session.recalled = list(saved.said) if session.seed is None else []
-    return session
 
 
 def encode(snapshot: Snapshot) -> bytes:

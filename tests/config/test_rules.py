@@ -211,8 +211,8 @@ def test_each_rule_has_a_case_that_breaks_it(monkeypatch: pytest.MonkeyPatch) ->
     # a loss that decides over the whole batch, which only extensions have
     monkeypatch.setitem(LOSSES._traits, ppo, LossTraits(selection=lambda table: table.keep))
     with found.recorded(monkeypatch):
-        with mock.patch.object(lookup, "enabled", set):  # where no extension records
-            tried({"record": True})
+        with mock.patch.object(lookup, "enabled", set):  # where no extension records, or knows how many groups to run
+            tried({"record": True, "rollout.max_running_groups": "auto"})
         for subject, bases in BASES.items():
             for base in bases:
                 outside(subject, tried(base))
@@ -237,3 +237,9 @@ def test_rules_are_refused_in_order_with_field_value_and_remedy() -> None:
     with pytest.raises(ConfigError) as caught:
         require(config.engine, [("count", "shown", True, "Raise it")], prefix="engine.")
     assert (caught.value.field, caught.value.value) == ("engine.count", "shown")
+
+
+def test_auto_is_refused_where_no_extension_has_it() -> None:
+    with mock.patch.object(lookup, "enabled", set), pytest.raises(ConfigError) as caught:
+        tiny_config(**{"rollout.max_running_groups": "auto"})
+    assert (caught.value.field, caught.value.value) == ("rollout.max_running_groups", "auto")

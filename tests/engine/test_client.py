@@ -16,9 +16,9 @@ from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.stop_strings import StopStrings
 from asyncrl.errors import EngineError, PromptRefused
 from asyncrl.observability.intervals import AGENT, DECODE, PREFILL, PUBLISH, QUEUED
-from asyncrl.rollout.snapshot import SiblingSnapshot, resumed
 from asyncrl.schema import Completion, Exchange, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings
+from tests.engine.resuming import resumed
 from tests.fakes import FakeEngine, FakeHttp, completion, echo, pieces, stream, until
 
 completions = st.builds(
@@ -153,7 +153,7 @@ def test_answers_of_a_saved_run_are_kept_but_redrawn_if_seeded(
     saved = Exchange(PROMPT, Completion([7, 8], [-0.1, -0.2], [VersionSpan(0, 0, 2)], finish))
 
     async def play(client: GenerationClient) -> Completion:
-        return await resumed(client, "g", "g 0", 0, SiblingSnapshot(2, [saved]))(PROMPT)
+        return await resumed(client, "g", "g 0", 0, 2, [saved])(PROMPT)
 
     answer = asked(engine, play, seed=seed)
     assert [request["input_ids"] for request in engine.requests] == sent
@@ -468,7 +468,7 @@ def test_stop_string_may_begin_before_an_answer_is_interrupted(of: str) -> None:
         found = await client.generate()(PROMPT, stop=of_request)
         assert (found.token_ids, found.finish_reason) == ([0, 1, 2], "stop")
         half = Exchange(PROMPT, Completion([0, 1, 2], [-0.1] * 3, [VersionSpan(0, 0, 3)], ""))
-        again = await resumed(client, "g", "g 0", 0, SiblingSnapshot(3, [half]))(PROMPT, stop=of_request)
+        again = await resumed(client, "g", "g 0", 0, 3, [half])(PROMPT, stop=of_request)
         assert (again.token_ids, again.finish_reason) == ([0, 1, 2], "stop")
 
     asked(FakeEngine(answer), play, stop=StopStrings(of_run, spelled), retry_timeout=5.0)

@@ -16,8 +16,8 @@ from asyncrl.engine.session import PartialAnswer, Request
 from asyncrl.engine.stream import StreamChunk
 from asyncrl.errors import RecordError
 from asyncrl.rollout import snapshot
-from asyncrl.rollout.snapshot import SiblingSnapshot, resumed
 from asyncrl.schema import Completion, Exchange, Generate, Prompt, Trajectory, Turn, VersionSpan
+from tests.engine.resuming import resumed
 from tests.examples import examples
 from tests.fakes import FakeEngine
 from tests.rollout.chain import Chain, goes_on, machinery, prompt_of, uids
@@ -119,7 +119,7 @@ def test_work_under_way_is_told_with_its_oldest_version() -> None:
 def test_recalled_answers_are_given_once_to_their_question() -> None:
     client = FakeEngine(lambda request: b"").client()
     told = Exchange([1, 2], Completion([3, EOS], [-0.1, -0.2], [VersionSpan(0, 0, 2)], "stop"))
-    session = resumed(client, "g", "g 0", 0, SiblingSnapshot(2, [told]))
+    session = resumed(client, "g", "g 0", 0, 2, [told])
     assert session.recall(Request(session, [1], 9)) is None
     assert session.said() == [told]  # not asked for yet: the next checkpoint holds it, too
     assert session.recall(Request(session, [1, 2], 9)) == told.completion

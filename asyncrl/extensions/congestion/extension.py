@@ -29,6 +29,7 @@ class CongestionRollout(RolloutHooks):
 class Congestion(Extension):
     """As many groups at once as keep engines and trainer busy."""
 
+    enables = ("rollout.max_running_groups",)
     metrics = {  # noqa: RUF012
         "concurrency/limit": "number of episodes that may run at the same time",
         "concurrency/in_play": "number of episodes that were running when the batch was taken",

@@ -37,7 +37,6 @@ from asyncrl.progress import Progress, failing
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import question_of, render
 from asyncrl.rollout.serving import contain
-from asyncrl.rollout.snapshot import SiblingSnapshot, resumed
 from asyncrl.schema import Prompt, Trajectory, encode
 from asyncrl.tasks import Question
 
@@ -118,10 +117,10 @@ class EpisodeWorker:
         if play.ticket is None:
             named = {"group": play.group, "sample": sample.name, "pinned": play.pinned, "born": play.born}
             return client.generate(sample.temperature, purpose="evaluation", **named)  # type: ignore[arg-type]
+        session = client.generate(group=play.group, sample=sample.name, born=play.born)
         if sample.received:
-            saved = SiblingSnapshot(sample.received, sample.said)
-            return resumed(client, play.group, sample.name, play.born, saved)
-        return client.generate(group=play.group, sample=sample.name, born=play.born)
+            session.restore(sample.received, sample.said)
+        return session
 
     async def _play(self, play: wire.Play, sessions: Sequence[GenerationSession]) -> None:
         answer: wire.WireMessage

@@ -41,6 +41,11 @@ class RemoteSession:
         self.told = NOTHING
         self.ended: wire.EndedEpisode | None = None
 
+    def restore(self, received: int, said: Any) -> None:
+        """Continue an episode of a saved run (engine/session.py)."""
+        self.sample = wire.SampleToPlay(self.sample.name, self.sample.temperature, received, said)
+        self.received, self._said = received, said
+
     def to_play(self) -> wire.SampleToPlay:
         """Return the episode for the next process: what it has received stays counted, and the completions that are
         known are recalled, as in a resumed run."""

@@ -95,10 +95,6 @@ class EpisodeWorkers:
         born = self.version if born is None else born
         return RemoteSession(group, wire.SampleToPlay(sample, temperature), born, purpose=purpose, pinned=pinned)
 
-    def resume(self, group: str, sample: str, born: int, received: int, said: Any) -> Any:
-        """Restore the session of an episode of a saved run."""
-        return RemoteSession(group, wire.SampleToPlay(sample, self._temperature, received, said), born)
-
     def narrow(self, context: int) -> None:
         """Lower the maximum length of a sequence (engine/client.py)."""
         self._context = min(self._context or context, context)

@@ -93,8 +93,8 @@ def _shape(config: Config, hf: dict[str, Any], experts: int) -> Iterator[Rule]:
     why = "No extension that is installed lets engines of this shape take new weights: set 1."
     for field in ("data_parallel", "pipeline_parallel"):
         several = getattr(engine, field) > 1
-        yield f"engine.{field}", several and f"engine.{field}" not in enabled(), why
-    unknown = config.trainer.lora.rank is not None and "trainer.lora.rank" not in enabled()
+        yield f"engine.{field}", several and f"engine.{field}" not in enabled(config.extensions), why
+    unknown = config.trainer.lora.rank is not None and "trainer.lora.rank" not in enabled(config.extensions)
     yield "trainer.lora.rank", unknown, NOBODY
 
 

@@ -135,11 +135,12 @@ def test_trainers_choose_cuda_ipc_where_both_use_a_gpu() -> None:
 def test_trainer_uses_a_gpu_after_its_engines_released_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank waits for the engines, and the others for it."""
     done = list[str]()
-    monkeypatch.setattr(gpu_sharing, "wait_until_ready", lambda *_: done.append("ready"))
     monkeypatch.setattr(dist, "barrier", lambda: done.append("barrier"))
     given = SimpleNamespace(give=lambda: done.append("give"))
     monkeypatch.setattr(schedule, "HandOver", lambda *_, **__: given)
-    rank: Any = SimpleNamespace(config=colocated(), run_dir=tmp_path, parallel=SimpleNamespace(is_first=True))
+    first = SimpleNamespace(is_first=True)
+    wait = {"wait_for_engines": lambda: done.append("ready")}
+    rank: Any = SimpleNamespace(config=colocated(), run_dir=tmp_path, parallel=first, **wait)
     fleet: Any = None
     sharing = gpu_sharing.share_gpu(rank, fleet)
     assert done == ["ready", "barrier", "give", "barrier"]

@@ -13,9 +13,9 @@ from asyncrl import retries
 from asyncrl.config import Config
 from asyncrl.engine.client import GenerationClient
 from asyncrl.extensions.lora.served import ServedAdapters, adapter_names
-from asyncrl.rollout.snapshot import SiblingSnapshot, resumed
 from asyncrl.schema import Completion, Exchange, VersionSpan
 from tests.engine.asking import PROMPT, answering, asked, named
+from tests.engine.resuming import resumed
 from tests.fakes import FakeEngine, Reply, completion, pieces, stream, tiny_config, until
 
 
@@ -184,7 +184,7 @@ def test_a_resumed_completion_has_one_version(one: Exchange, versions: list[Vers
 
     async def play(client: GenerationClient) -> Completion:
         client.inflight.restore(3, {}, 0)
-        session = resumed(client, "g", "g 0", 0, SiblingSnapshot(2, [one]))
+        session = resumed(client, "g", "g 0", 0, 2, [one])
         client.inflight.release(3)
         return await session(PROMPT)
 
@@ -198,7 +198,7 @@ def test_resumed_episode_keeps_its_adapter_or_starts_over(version: int, expected
 
     async def play(client: GenerationClient) -> list[int]:
         client.inflight.restore(3, {}, 0)
-        session = resumed(client, "g", "g 0", 0, SiblingSnapshot(2, [saved(version, "stop")]))
+        session = resumed(client, "g", "g 0", 0, 2, [saved(version, "stop")])
         client.inflight.release(3)
         turns = [await session(PROMPT), await session([*PROMPT, 5])]
         session.close()

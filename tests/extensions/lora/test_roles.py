@@ -18,9 +18,9 @@ from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.extensions.lora.rules import past_versions
 from asyncrl.extensions.lora.served import ServedAdapters, adapter_names
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
-from asyncrl.rollout.snapshot import SiblingSnapshot, resumed
 from asyncrl.schema import Completion, Generate, Prompt, Trajectory, VersionSpan
 from tests.engine.asking import PROMPT, answering, asked, named
+from tests.engine.resuming import resumed
 from tests.fakes import FakeEngine, FakeTemplate, Reply, completion, pieces, stream, tiny_config, until
 
 ROLES = {"proposer": {"adapter": "b"}, "solver": {}, "old": {"past": {"every": 2, "keep": 3}}}
@@ -140,7 +140,7 @@ def test_episode_keeps_its_past_version_through_everything() -> None:
         turns.append(await session(PROMPT, None, "old"))
         client.inflight.restore(5, {}, 0)
         client.inflight.release(5)
-        again = resumed(client, "g", "g 0", 4, SiblingSnapshot(0, []))
+        again = resumed(client, "g", "g 0", 4, 0, [])
         turns.append(await again(PROMPT, None, "old"))
         return [one.versions[0].version for one in turns]
 
@@ -157,7 +157,7 @@ def test_a_resumed_completion_goes_to_the_role_that_asked_for_it() -> None:
         client.inflight.release(4)
         session = session_at(client, 4)
         first = [await session(PROMPT, None, role) for role in ("solver", "old")]
-        again = resumed(client, "g", "g 0", 4, SiblingSnapshot(session.received, session.said()))
+        again = resumed(client, "g", "g 0", 4, session.received, session.said())
         return first, [await again(PROMPT, None, role) for role in ("old", "solver")][::-1]
 
     before, after = played(engine, play)

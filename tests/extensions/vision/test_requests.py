@@ -18,9 +18,9 @@ from asyncrl.extensions.vision.fitting import ImageSizes
 from asyncrl.extensions.vision.reader import ImageTokens, Vision
 from asyncrl.extensions.vision.sizes import ImageShape
 from asyncrl.images import ImageRefused, data_url, image_name, images_in, without_images
-from asyncrl.rollout.snapshot import SiblingSnapshot, resumed
 from asyncrl.schema import Exchange
 from tests.engine.asking import asked
+from tests.engine.resuming import resumed
 from tests.fakes import FakeEngine, echo
 
 IMAGE = [43, PAD := 45, 44]
@@ -162,7 +162,7 @@ def test_a_resumed_request_gets_its_answer_only_with_its_image(vision: Vision) -
         answer = await first(PROMPT, images=[png(1)])
         said = first.said()
         assert said == [Exchange(PROMPT, answer, images=[image_name(png(1))])]
-        again = resumed(client, "g", "g 0", 0, SiblingSnapshot(3, said))
+        again = resumed(client, "g", "g 0", 0, 3, said)
         await again(PROMPT, images=[png(2)])
         assert engine.requests[-1]["image_data"] == [data_url(png(2))]
         assert await again(PROMPT, images=[png(1)]) == answer

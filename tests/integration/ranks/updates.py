@@ -18,7 +18,7 @@ from asyncrl.config import AlgoConfig, Config, TrainerConfig, load, read
 from asyncrl.extensions.offload.device_memory import MovedStates
 from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, Group
-from asyncrl.trainer import network, policy
+from asyncrl.trainer import data_parallel, network, policy
 from asyncrl.trainer.attention import PackedAttention
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.optimizer import NetworkOptimizer
@@ -222,9 +222,9 @@ def in_float64(
     """Take each layout for as many processes as there are in turn. Yields its name, a configuration with it and a
     precision that users cannot set, and the optimizer of all policies that are built in it, which share one network."""
     met()
-    own = network.DistributedDataParallelConfig
+    own = data_parallel.DistributedDataParallelConfig
     # float32 gradients, and sums that each replica holds a part of, are for training
-    network.DistributedDataParallelConfig = lambda **_: own()  # type: ignore[assignment, misc]
+    data_parallel.DistributedDataParallelConfig = lambda **_: own()  # type: ignore[assignment, misc]
     config = read(folder)
     for layout, settings in layouts[dist.get_world_size()].items():
         trainer = config.trainer.model_copy(update={**settings, "dtype": "float64"})
