@@ -86,6 +86,7 @@ class Stub:
         """`siblings` returns the number of a prompt's next sample; unset: that in its request. `loaded` gets a line for
         the weights of each version that it loads."""
         self._siblings, self._loaded = siblings, loaded
+        self._session = False
         self._engine, self._tokens, self._interval = SimulatedEngine(shape), tokens, interval
         self._version, self._growth = version, growth
         self._cuts: deque[int] = deque()
@@ -268,6 +269,16 @@ class Stub:
             sample.versions.append((self._version, min(sample.total, int(self._engine.written(job, now)))))
         return web.json_response({"success": True, "new_version": self._version})
 
+    async def begin(self, _: web.Request) -> web.Response:
+        """Open a session of a weight update, unless one is open."""
+        opened, self._session = not self._session, True
+        return web.json_response({"success": opened}, status=200 if opened else 400)
+
+    async def end(self, _: web.Request) -> web.Response:
+        """Close the session, if one is open."""
+        closed, self._session = self._session, False
+        return web.json_response({"success": closed}, status=200 if closed else 400)
+
     async def load(self, request: web.Request) -> web.Response:
         """Read weights from the disk, as SGLang does, and write down their digest."""
         folder = Path((await request.json())["model_path"])
@@ -332,6 +343,8 @@ class Stub:
                 web.post("/resume_memory_occupation", self.resume),
                 web.post("/abort_request", self.abort),
                 web.post("/flush_cache", self.flush),
+                web.post("/begin_weight_update", self.begin),
+                web.post("/end_weight_update", self.end),
                 web.post("/update_weight_version", self.version),
                 web.post("/update_weights_from_disk", self.load),
                 web.post("/cut", self.cut),
