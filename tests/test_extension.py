@@ -175,7 +175,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 def bare(**changes: Any) -> Config:
     """Return a configuration without the sections of extensions that the defaults choose."""
-    values = tiny_values(**changes)
+    values = tiny_values(**{"rollout.max_running_groups": None, **changes})
     return load({name: value for name, value in values.items() if name in Config.model_fields})
 
 
@@ -223,6 +223,8 @@ def test_leftovers_of_extensions_are_removed_with_those_of_a_run(alone: dict[str
 class Limiting(extension.Extension):
     """Limits how many groups run at once."""
 
+    enables = ("rollout.max_running_groups",)
+
     def rollout(self) -> extension.RolloutHooks:
         return Five()
 
@@ -237,9 +239,7 @@ def test_extension_limits_groups_or_auto_is_refused(alone: dict[str, str], tmp_p
         run = RolloutRun(bare(**{"rollout.max_running_groups": most}), addresses(), tmp_path, Mock())
         return rollout_build._limiter(run, rollout_build._started_hooks(run))
 
-    with pytest.raises(
-        ConfigError, match=r"rollout\.max_running_groups: got 'auto'\. Install an extension for it, or set"
-    ):
+    with pytest.raises(ConfigError, match=r"rollout\.max_running_groups: got 'auto'\. No extension that is installed"):
         limiter("auto")
     assert type(limiter(None)) is ConcurrencyLimiter
     alone["limiting"] = f"{__name__}:Limiting"

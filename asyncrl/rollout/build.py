@@ -262,7 +262,7 @@ def _limiter(run: RolloutRun, hooks: Mapping[str, RolloutHooks]) -> ConcurrencyL
     if most == "auto":
         if limiter := next((found for one in hooks.values() if (found := one.limits(run))), None):
             return limiter
-        raise ConfigError("rollout.max_running_groups", most, "Install an extension for it, or set a number or null.")
+        raise ConfigError("rollout.max_running_groups", most, "No extension limits this run: set a number, or null.")
     return FixedConcurrency(most) if most else ConcurrencyLimiter()
 
 
