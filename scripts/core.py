@@ -47,7 +47,9 @@ SETTING = re.compile(r"set\s+`(\w+): (\w+)`\s+in\s+`([\w/.]+\.yaml)`")
 
 @cache
 def committed() -> Path:
-    """Return a copy of the committed tree, which is removed when this process ends."""
+    """Return a copy of the committed tree, which is removed when this process ends; of a copy, itself."""
+    if not (ROOT / ".git").exists():
+        return ROOT
     tree = Path(tempfile.mkdtemp(prefix="asyncrl-core-head-"))
     atexit.register(shutil.rmtree, tree, ignore_errors=True)
     archive = subprocess.run(["git", "-C", str(ROOT), "archive", "HEAD"], capture_output=True, check=True).stdout
