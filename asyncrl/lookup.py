@@ -140,7 +140,7 @@ def loaded(attribute: str) -> list[Any]:
 
 
 def enabled(named: Mapping[str, str]) -> set[str]:
-    """Return the settings of the core that need an extension, with those that there are."""
+    """Return the settings of the core that need an extension, and have one."""
     return {field for kind in classes(named).values() for field in kind.enables}
 
 

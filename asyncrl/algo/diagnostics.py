@@ -57,3 +57,16 @@ def loss_figures(
 
 def _share(chosen: Tensor) -> float:
     return float(chosen.double().mean())
+
+
+def step_figures(norms: list[float], bad: int, lr: float, groups: int) -> dict[str, float]:
+    """Return the statistics of a batch's optimizer steps: `norms` are their gradient norms after a zero, `bad` is the
+    number of bad ones, and `groups` that of groups with a gradient."""
+    return {
+        "groups/trained": float(groups),
+        "lr": lr,
+        "grad_norm": max(norms),
+        "steps/optimizer": float(len(norms) - 1 - bad),
+        "step/skipped": float(len(norms) - 1 == bad),
+        "step/bad": float(bad > 0),
+    }

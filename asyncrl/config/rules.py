@@ -83,10 +83,9 @@ def _extended(config: Config) -> Iterator[Rule]:
         yield field, value_of(config, field) not in names, why
     enabled = lookup.enabled(config.extensions)
     yield "record", config.record and "record" not in enabled, lookup.NOBODY
-    auto = (
-        config.generates and config.rollout.max_running_groups == "auto" and "rollout.max_running_groups" not in enabled
-    )
-    yield "rollout.max_running_groups", auto, "No extension that is installed has auto: set a number, or null."
+    auto = config.generates and config.rollout.max_running_groups == "auto"
+    why = "No extension that is installed has auto: set a number, or null."
+    yield "rollout.max_running_groups", auto and "rollout.max_running_groups" not in enabled, why
 
 
 def _evaluation(config: Config) -> Iterator[Rule]:

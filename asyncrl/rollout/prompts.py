@@ -192,12 +192,13 @@ class Prompts:
 
     @cached_property
     def _around(self) -> int:
-        """Number of tokens around an only message."""
+        """Number of tokens that the template puts around an empty message."""
         return len(self._template.begin([{"role": "user", "content": ""}], ()))
 
     def _length(self, name: str, index: int) -> int:
-        """Return how many tokens a question has: of one that fits and is without tools, an upper limit that fits too,
-        as every token has at least one byte. One whose image is refused, which is left out when it is drawn, has 0."""
+        """Return how many tokens a question has. It is not rendered if it is without tools and an upper limit fits,
+        which is then returned: every token has at least one byte. A question whose image is refused has 0: it is left
+        out when it is drawn."""
         question = question_of(self._tasks[name], self._template, index, self._field(name))
         messages = without_images(question["messages"])
         most = self._around + len(msgspec.json.encode(messages)) + TEMPLATE_BYTES * len(messages)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from asyncrl.algo.diagnostics import step_figures
 from asyncrl.algo.samples import denominator
 from asyncrl.algo.table import TrainingTable
 from asyncrl.parallel import Parallel
@@ -84,7 +85,7 @@ class BatchParts:
         norm, applied = policy.optimizer.step() if self._trained else (0.0, True)
         policy.network.gather()
         norms = [0.0, norm] if self._trained else [0.0]
-        figures = {**of_steps(norms, int(not applied), lr, self._trained), **objective.figures(*self._whole())}
+        figures = {**step_figures(norms, int(not applied), lr, self._trained), **objective.figures(*self._whole())}
         self._begin()
         return figures
 
@@ -106,16 +107,3 @@ def joined(tables: Sequence[TrainingTable]) -> TrainingTable:
         found = [column for part in parts if (column := part.columns()[name]) is not None]
         columns[name] = torch.cat(found) if len(found) == len(parts) else None
     return TrainingTable(**columns)
-
-
-def of_steps(norms: list[float], bad: int, lr: float, groups: int) -> dict[str, float]:
-    """Return the statistics of a batch's optimizer steps: `norms` are their gradient norms after a zero, `bad` is the
-    number of bad ones, and `groups` that of groups with a gradient."""
-    return {
-        "groups/trained": float(groups),
-        "lr": lr,
-        "grad_norm": max(norms),
-        "steps/optimizer": float(len(norms) - 1 - bad),
-        "step/skipped": float(len(norms) - 1 == bad),
-        "step/bad": float(bad > 0),
-    }

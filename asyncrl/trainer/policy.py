@@ -13,6 +13,7 @@ from torch import Tensor
 
 from asyncrl import lookup
 from asyncrl.algo.advantage import ADVANTAGES
+from asyncrl.algo.diagnostics import step_figures
 from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.shaping import shaped, trainable
@@ -21,7 +22,7 @@ from asyncrl.config import Config
 from asyncrl.config.rules import check_traits
 from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, Group
-from asyncrl.trainer.batch_parts import BatchParts, of_steps
+from asyncrl.trainer.batch_parts import BatchParts
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.trainer.encoder import encoder_of
 from asyncrl.trainer.microbatches import Groups, TokenAccumulator
@@ -229,7 +230,7 @@ class Policy:
             norms.append(norm)
             bad, trained = bad + (not applied), trained + len(chosen)
         self.network.gather()
-        return {**of_steps(norms, bad, lr, trained), **objective.figures(table, seen)}
+        return {**step_figures(norms, bad, lr, trained), **objective.figures(table, seen)}
 
     def accumulate(
         self, groups: Groups, table: TrainingTable, seen: TokenAccumulator, *, first: bool = True, last: bool = True

@@ -26,6 +26,20 @@ class Entry:
 Bucket = list[Entry]
 
 
+INSEPARABLE = {"self_attn.kv_a_proj_with_mqa.weight": "self_attn.q_a_proj.weight"}
+"""HF tensors, with their scales, that an engine must get in one call: SGLang's deepseek_v2.py fuses the two only if it
+sees both, and otherwise silently keeps the old weights."""
+
+
+def unit_of(hf_name: str) -> str:
+    """Return a key that is equal for tensors that must arrive together, among them a weight and its scales."""
+    hf_name = hf_name.removesuffix("_inv").removesuffix("_scale")
+    for name, leader in INSEPARABLE.items():
+        if hf_name.endswith(name):
+            return hf_name.removesuffix(name) + leader
+    return hf_name
+
+
 def plan_buckets(
     tensors: Iterable[tuple[str, torch.dtype, torch.Size]],
     limit: int,
@@ -52,20 +66,6 @@ def plan_buckets(
         members += inseparable
         size += added
     return [*buckets, _laid_out(members)] if members else buckets
-
-
-INSEPARABLE = {"self_attn.kv_a_proj_with_mqa.weight": "self_attn.q_a_proj.weight"}
-"""HF tensors, with their scales, that an engine must get in one call: SGLang's deepseek_v2.py fuses the two only if it
-sees both, and otherwise silently keeps the old weights."""
-
-
-def unit_of(hf_name: str) -> str:
-    """Return a key that is equal for tensors that must arrive together, among them a weight and its scales."""
-    hf_name = hf_name.removesuffix("_inv").removesuffix("_scale")
-    for name, leader in INSEPARABLE.items():
-        if hf_name.endswith(name):
-            return hf_name.removesuffix(name) + leader
-    return hf_name
 
 
 def _laid_out(members: list[tuple[str, torch.dtype, torch.Size]]) -> Bucket:

@@ -190,7 +190,7 @@ class NameRule:
     layout: TensorLayout
     hf: tuple[str, ...]
     matrix: str | None = None
-    """A or B for one of two factors of a weight (layouts.stack_experts); None for the parameter itself."""
+    """A or B for one of two factors of a weight (stack_experts); None for the parameter itself."""
     layer: int | None = None
     expert: int | None = None
     """The numbers in the name that was found."""

@@ -1,8 +1,8 @@
 """Resharding of Megatron shards to HF tensors, as a stream. At any time it holds the shards of one parameter (for
 routed experts: of one expert per expert-parallel rank). They are passed on as views, and joined when they are copied.
 
-Each parameter of a pipeline stage is gathered on the stage's first rank, the only one that sees HF tensors.
-Dense parameters come from the first replica's tensor-parallel group. Routed experts come from the group of all
+Each parameter of a pipeline stage is gathered on the stage's first rank, the only one that sees HF tensors. Dense
+parameters come from the first replica's tensor-parallel group. Routed experts come from the group of all
 expert-tensor-parallel and expert-parallel ranks of the first expert replica: one gather brings the i-th expert of each
 of them. Sequence parallelism, context parallelism and further replicas hold no weights of their own and take no part.
 
@@ -50,7 +50,8 @@ class Resharder:
         self.num_layers = chunks[0].config.num_layers
         self.num_experts = chunks[0].config.num_moe_experts or 0
         self._experts_here = self.num_experts // parallel.ep
-        self.experts = range(parallel.ep_rank * self._experts_here, (parallel.ep_rank + 1) * self._experts_here)
+        first = parallel.ep_rank * self._experts_here
+        self.experts = range(first, first + self._experts_here)  # that this rank holds, as the layers
         self.layers = {number for chunk in chunks for number in _layers(chunk)}
 
     @cached_property

@@ -11,7 +11,6 @@ on death      of the rollout process: ends, as having lost its peer. An error of
 from __future__ import annotations
 
 from asyncrl import import_hooks
-from asyncrl.tasks.build import build_all
 
 # isort: split
 import asyncio
@@ -39,6 +38,7 @@ from asyncrl.rollout.prompts import question_of, render
 from asyncrl.rollout.serving import contain
 from asyncrl.schema import Prompt, Trajectory, encode
 from asyncrl.tasks import Question
+from asyncrl.tasks.build import build_all
 
 REPORT_SECONDS, REPORT_SHARE = 1.0, 0.02
 """Seconds between two reports, and the largest share of the time that they may take."""

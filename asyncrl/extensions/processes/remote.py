@@ -43,7 +43,6 @@ class RemoteSession:
 
     def restore(self, received: int, said: Any) -> None:
         """Continue an episode of a saved run (engine/session.py)."""
-        self.sample = wire.SampleToPlay(self.sample.name, self.sample.temperature, received, said)
         self.received, self._said = received, said
 
     def to_play(self) -> wire.SampleToPlay:
