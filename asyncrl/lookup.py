@@ -46,8 +46,13 @@ def installed() -> dict[str, str]:
 def classes(named: Mapping[str, str]) -> dict[str, type[Extension]]:
     """Return all extensions by name: those of asyncrl and of installed packages, and those that the setting names.
     Raises ConfigError."""
+    return dict(_classes(tuple({**shipped(), **installed(), **named}.items())))
+
+
+@cache
+def _classes(paths: tuple[tuple[str, str], ...]) -> dict[str, type[Extension]]:
     found = {}
-    for name, path in {**shipped(), **installed(), **named}.items():
+    for name, path in paths:
         found[name] = kind = load(path, f"extensions.{name}")
         if not (isinstance(kind, type) and issubclass(kind, Extension)):
             remedy = "Must be a subclass of asyncrl.extension.Extension."

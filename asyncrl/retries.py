@@ -1,22 +1,13 @@
-"""Retries: exponential backoff, and the choice among equivalent servers.
-
-When a server fails, a request moves to another one at once. When all of them have failed, it waits. The delays grow and
-have jitter, so that clients do not all retry at the same moment.
-"""
+"""Retries: exponential backoff. The delays have jitter, so that clients do not all retry at the same moment."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
 
 from asyncrl.errors import EngineError
 
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
-REST_SECONDS = 5.0
-"""Time for which a server that has failed is chosen last."""
 
 
 async def pause(number: int, *, first: float = FIRST_DELAY, longest: float = LONGEST_DELAY) -> None:
@@ -24,33 +15,6 @@ async def pause(number: int, *, first: float = FIRST_DELAY, longest: float = LON
     further one up to twice as long as that before it, and none more than `longest`."""
     delay = min(longest, first * 2 ** min(number, 16))
     await asyncio.sleep(delay * random.uniform(0.5, 1.0))
-
-
-class EquivalentServers:
-    """Servers of which any may answer the requests of one event loop."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        self.urls = [url.rstrip("/") for url in urls]
-        self._failed_at: dict[str, float] = {}
-
-    def pick(self, preference: Callable[[str], Any]) -> str:
-        """Return the server with the smallest preference.
-
-        Servers that failed recently are chosen last; among them, the one whose failure is the oldest comes first.
-        """
-        now = asyncio.get_running_loop().time()
-
-        def rank(url: str) -> tuple[float, Any]:
-            failed = self._failed_at.get(url, -math.inf)
-            return failed if now - failed < REST_SECONDS else -math.inf, preference(url)
-
-        return min(self.urls, key=rank)
-
-    async def failed(self, url: str, failures: int) -> None:
-        """Record a request's `failures`-th failure. Pause if every server has failed since the last pause."""
-        self._failed_at[url] = asyncio.get_running_loop().time()
-        if failures % len(self.urls) == 0:
-            await pause(failures // len(self.urls) - 1)
 
 
 class Patience:

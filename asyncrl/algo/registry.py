@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import ValidationError, create_model
@@ -110,16 +111,22 @@ class AlgorithmRegistry(Generic[T]):
         return Algorithm(function, traits, self._checked(choice, [function, *self._parts(traits)]))
 
     def _checked(self, choice: Choice, functions: list[Function]) -> dict[str, Any]:
-        fields: Any = {name: kind for function in functions for name, kind in _settings_of(function).items()}
+        model = _model(tuple(functions))
         try:
-            model = create_model("Settings", __base__=Section, __module__=functions[0].__module__, **fields)
             return dict(model.model_validate(choice.settings))
         except ValidationError as error:
             problem = error.errors()[0]
             field, value = f"{self._field}.{problem['loc'][0]}", problem["input"]
-            names = ", ".join(fields) or "none"
+            names = ", ".join(model.model_fields) or "none"
             remedies = {"extra_forbidden": f"{choice.name} has the settings {names}.", "missing": "Must be given."}
             raise ConfigError(field, value, remedies.get(problem["type"], problem["msg"] + ".")) from None
+
+
+@cache
+def _model(functions: tuple[Function, ...]) -> type[Section]:
+    """Return the section that has the settings of these functions."""
+    fields: Any = {name: kind for function in functions for name, kind in _settings_of(function).items()}
+    return create_model("Settings", __base__=Section, __module__=functions[0].__module__, **fields)
 
 
 def _settings_of(function: Function) -> dict[str, tuple[Any, Any]]:

@@ -134,9 +134,10 @@ class FieldGroup:
     fields: list[Field]
 
 
-def extensions() -> list[str]:
+@cache
+def extensions() -> set[str]:
     """Return the names of the sections of the extensions in asyncrl/extensions."""
-    return [name for folder in sorted(EXTENSIONS.glob("*/")) for name in _settings(folder)]
+    return {name for folder in sorted(EXTENSIONS.glob("*/")) for name in _settings(folder)}
 
 
 @cache

@@ -17,6 +17,7 @@ from asyncrl.algo.balance import Costs, assign_micro_batches, measure, micro_bat
 from asyncrl.algo.pack import pack
 from asyncrl.algo.samples import Sample
 from tests.algo.packs import Groups, packs
+from tests.examples import examples
 
 COSTS = Costs(pair=3000, row=200_000)
 costs_lists = st.lists(st.integers(0, 10**9), max_size=40)
@@ -99,7 +100,7 @@ def test_balancing_1e5_samples_over_1000_ranks_is_fast() -> None:
 
 
 @given(packs())
-@settings(max_examples=200)
+@settings(max_examples=examples(80))
 def test_what_is_measured_is_what_a_pack_of_the_group_holds(case: tuple) -> None:
     groups, share, _ = case
     for group in groups:
@@ -113,7 +114,7 @@ def test_what_is_measured_is_what_a_pack_of_the_group_holds(case: tuple) -> None
 
 
 @given(packs(), st.integers(1, 5), st.integers(5, 90), st.booleans(), st.integers(1, 3))
-@settings(max_examples=200)
+@settings(max_examples=examples(80))
 def test_every_sample_is_in_one_micro_batch_within_the_limit(
     case: tuple, ranks: int, limit: int, equal: bool, rounds: int
 ) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from asyncrl.algo.pack import Pack, common_beginning, inputs, pack, tree_segments
 from asyncrl.algo.samples import Sample
 from tests.algo.packs import packs, sample, trained
+from tests.examples import examples
 
 
 def seen_rows(p: Pack) -> list[list[int]]:
@@ -20,7 +21,7 @@ def seen_rows(p: Pack) -> list[list[int]]:
 
 
 @given(packs())
-@settings(max_examples=200)
+@settings(max_examples=examples(80))
 def test_every_trained_token_is_predicted_from_its_own_past(case: tuple) -> None:
     groups, share, multiple = case
     p = pack(groups, share=share, multiple=multiple)
@@ -35,7 +36,7 @@ def test_every_trained_token_is_predicted_from_its_own_past(case: tuple) -> None
 
 
 @given(packs())
-@settings(max_examples=200)
+@settings(max_examples=examples(80))
 def test_every_row_sees_a_whole_beginning_that_ends_in_itself(case: tuple) -> None:
     groups, share, multiple = case
     p = pack(groups, share=share, multiple=multiple)

@@ -19,6 +19,7 @@ from asyncrl.observability.intervals import AGENT, DECODE, PREFILL, PUBLISH, QUE
 from asyncrl.schema import Completion, Exchange, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings
 from tests.engine.resuming import resumed
+from tests.examples import examples
 from tests.fakes import FakeEngine, FakeHttp, completion, echo, pieces, stream, until
 
 completions = st.builds(
@@ -37,7 +38,7 @@ completions = st.builds(
 
 
 @given(st.lists(completions, min_size=1, max_size=4), st.integers(1, 4), st.randoms(), st.integers(1, 60))
-@settings(max_examples=150)
+@settings(max_examples=examples(60))
 def test_answers_arrive_as_sent_wherever_the_bytes_are_cut(answers, size, random, longest) -> None:
     queues = [pieces(answer, index, size) for index, answer in enumerate(answers)]
     events = []

@@ -20,6 +20,7 @@ from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EngineError
 from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings
+from tests.examples import examples
 from tests.fakes import FakeEngine, Reply, completion, echo, jumping, pieces, stream, until
 
 # --- answers that are cut short ------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ def silenced(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     st.sampled_from([None, *ALPHABET]),
     st.integers(1, len(ALPHABET)),
 )
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_cut_answer_goes_on_from_its_last_token(cuts, stop, limit) -> None:
     engine = cut_at(cuts, stop)
     settings = {"max_new_tokens": limit, "stop_token_ids": [] if stop is None else [stop], "retry_timeout": 5.0}
@@ -132,7 +133,7 @@ def test_cut_answer_goes_on_from_its_last_token(cuts, stop, limit) -> None:
     st.lists(st.tuples(st.sampled_from(CUTS), st.integers(0, 5)), max_size=6),
     st.lists(st.integers(0, 2), min_size=10, max_size=10),
 )
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_versions_ascend_and_are_never_younger_than_writers(cuts, publishes: list[int]) -> None:
     """I4, whatever is cut and published meanwhile: exact where an engine told, and otherwise a lower bound."""
     coming = iter(publishes)

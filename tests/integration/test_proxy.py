@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from asyncrl.agents.chat import Chat
@@ -73,6 +72,8 @@ async def solve(question: dict[str, Any], base_url: str, api_key: str) -> float:
 
 async def over_all_apis(question: dict[str, Any], base_url: str, api_key: str) -> float:
     """Play one conversation over OpenAI's chats and responses, and over Anthropic's messages."""
+    from anthropic import AsyncAnthropic
+
     async with (
         AsyncOpenAI(base_url=base_url, api_key=api_key) as client,
         AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key) as other,

@@ -17,7 +17,7 @@ from tests.rollout.schedules import Run, schedules
 
 
 @given(schedules(Run))
-@settings(max_examples=examples(80))
+@settings(max_examples=examples(50))
 def test_every_schedule_keeps_bound_and_ledger_and_ends(run: Run) -> None:
     run.play()
     trained = [slot for batch in run.batches for slot in batch]
@@ -73,7 +73,7 @@ def test_bound_0_is_synchronous(run: Run) -> None:
 
 
 @given(schedules(Run, moves=st.just(True)))
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 def test_invariants_hold_whenever_the_lead_changes(run: Run) -> None:
     """`Run` checks the age of every group, the ledger at every event, and that something can always happen."""
     run.play()
@@ -82,7 +82,7 @@ def test_invariants_hold_whenever_the_lead_changes(run: Run) -> None:
 
 
 @given(schedules(Run, parts=st.just(True), moves=st.booleans()))
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 def test_invariants_hold_for_batches_in_parts(run: Run) -> None:
     run.play()
     trained: set[int] = set()
@@ -94,7 +94,7 @@ def test_invariants_hold_for_batches_in_parts(run: Run) -> None:
 
 
 @given(schedules(Run, parts=st.booleans(), moves=st.booleans()))
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 def test_invariants_hold_for_batches_during_publishes(run: Run) -> None:
     """`Run` publishes at any moment, and saves the buffer at versions whose batch is not begun."""
     run.overlap = True

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.agents.template import ChatTemplate
@@ -21,6 +21,7 @@ from asyncrl.rollout.parts import load_tokenizer, stop_tokens
 from asyncrl.rollout.prompts import Prompts
 from asyncrl.schema import Prompt
 from asyncrl.tasks.build import build_all
+from tests.examples import examples
 from tests.fakes import questions_with_long_ones, tiny_config, tiny_values
 
 
@@ -52,7 +53,7 @@ def test_training_draws_everything_but_what_is_held_out(tokenizer: Any, digits: 
     prompts = build(tokenizer, **{"task.params": {"digits": digits}, "eval.questions": questions})
     held_out = prompts.held_out.get("copy3", [])
     assert len(ids(held_out)) == len(held_out) == questions
-    drawn = ids(first(prompts, 1000 if digits == 2 else 200))
+    drawn = ids(first(prompts, 1000 if digits == 2 else 100))
     assert not drawn & ids(held_out)
     if digits < 3:
         assert len(drawn) == 10**digits - questions
@@ -227,6 +228,7 @@ def test_prompts_come_by_weight_and_each_task_in_its_order(tokenizer: Any) -> No
 
 
 @given(st.integers(0, 99), st.sampled_from([0.25, 2.0, 8.0]), st.integers(0, 20))
+@settings(max_examples=examples(12))
 def test_mixture_is_a_function_of_seed_and_weights(tokenizer: Any, seed: int, unit: float, count: int) -> None:
     """In whatever unit weights are given, and whatever those of earlier prompts were: each takes one number."""
     whole, scaled, before, after = (three(tokenizer, **{"run.seed": seed}) for _ in range(4))

@@ -127,7 +127,7 @@ def test_recalled_answers_are_given_once_to_their_question() -> None:
     assert (session.received, session.said()) == (2, [])
 
 
-@settings(deadline=None, max_examples=examples(100))
+@settings(deadline=None, max_examples=examples(50))
 @given(data=st.data())
 def test_damaged_snapshots_are_refused_or_have_the_shape(data: st.DataObject) -> None:
     saved = bytearray(_saved())

@@ -55,7 +55,7 @@ wasteful = schedules(
 
 
 @given(wasteful)
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(100))
 def test_dropped_or_chosen_groups_break_no_invariant(run: Wasteful) -> None:
     run.play()
     trained = [slot for batch in run.batches for slot in batch]

@@ -22,8 +22,8 @@ GOOD = {"question": "1 + 1?", "answer": "2"}
 
 
 def task(file: Path) -> FileTask:
-    values = compose_values("experiment=tiny", "task=file", f"task.train_file={file}", "task.reward=exact")
-    values["task"] |= {"prompt_key": "question", "answer_key": "answer"}
+    values = compose_values("experiment=tiny", "task=file", "task.train_file=/rows", "task.reward=exact")
+    values["task"] |= {"train_file": str(file), "prompt_key": "question", "answer_key": "answer"}
     made: Any = build(load(values).task)
     return made
 

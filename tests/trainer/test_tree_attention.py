@@ -60,7 +60,7 @@ WINDOWS = st.sampled_from([None, 1, 2, 4, 17, 128])
 
 
 @given(case=packs(), stretch=st.sampled_from([1, 6]), window=WINDOWS, sunk=st.booleans(), parts=st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_windows_and_sinks_are_the_dense_masks(
     case: tuple, stretch: int, window: int | None, sunk: bool, parts: int
 ) -> None:

@@ -295,18 +295,22 @@ def test_flipped_bit_shows_in_its_parameter_and_ranks(architecture: str, device:
     hf, tensors = config(architecture, num_key_value_heads=kv_heads), model(architecture, kv_heads=kv_heads)
     before = results(tensors, hf, 2, device)
     assert {name for found in before for name in found} == {engine_name(name, architecture) for name in tensors}
-    for name, tensor in tensors.items():
+    for number, (name, tensor) in enumerate(tensors.items()):
+        parameter = engine_name(name, architecture)
+        beside = {other: one for other, one in tensors.items() if engine_name(other, architecture) == parameter}
+        if number % 16 == 0:  # all others as well, which must not change
+            beside = tensors
         for element, rank in ((0, 0), (-1, 1)):  # the first lies on rank 0, the last on rank 1
             flipped = tensor.clone()
             flipped.view(torch.int16).view(-1)[element] ^= 1
-            after = results({**tensors, name: flipped}, hf, 2, device)
-            changed = {(r, key) for r in (0, 1) for key in before[r] if before[r][key] != after[r][key]}
+            after = results({**beside, name: flipped}, hf, 2, device)
+            changed = {(r, key) for r in (0, 1) for key in after[r] if before[r][key] != after[r][key]}
             keys = ("k_proj", "v_proj", "qkv_proj") if element else ("k_proj", "v_proj")  # the last of all are values
             shared_key = kv_heads == 1 and name.split(".")[-2] in keys
             whole = EVERYWHERE + (("embed_tokens.",) if architecture == "Gemma3ForCausalLM" else ())
             everywhere = shared_key or any(word in name for word in whole)
             ranks = (0, 1) if everywhere else (0,) if name.endswith(ON_THE_FIRST_RANK) else (rank,)
-            assert changed == {(r, engine_name(name, architecture)) for r in ranks}, name
+            assert changed == {(r, parameter) for r in ranks}, name
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -27,9 +27,9 @@ from httpx_aiohttp import AiohttpTransport
 
 from asyncrl.engine.stream import PASSING, StreamBroken
 from asyncrl.errors import DeadlineExceeded, EngineError
+from asyncrl.extensions.servers.choice import EquivalentServers
 from asyncrl.network.addresses import Access
 from asyncrl.network.connections import aiohttp_session
-from asyncrl.retries import EquivalentServers
 
 POLL_SECONDS = 0.2
 

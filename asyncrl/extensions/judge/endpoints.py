@@ -23,8 +23,8 @@ import msgspec
 from pydantic import Field
 
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.extensions.servers.choice import EquivalentServers
 from asyncrl.network.addresses import Access
-from asyncrl.retries import EquivalentServers
 from asyncrl.rewards.parameters import Count, Name, Seconds, Urls
 from asyncrl.settings import Section
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
@@ -39,6 +38,8 @@ def adapter_of(model: Path, only: str = "", **settings: object) -> Path:
 
 @pytest.mark.parametrize("family", ["llama-tied", "mixtral", "deepseek-v3", "gpt_oss", "hy_v3"])
 def test_merged_weights_compute_what_peft_computes(family: str, tmp_path: Path) -> None:
+    from peft import PeftModel  # here, since its import takes seconds, and every process of the tests reads this file
+
     model, out = written(tmp_path / "hf", family), tmp_path / "merged"
     changed(model, **{name: tensor.float() for name, tensor in tensors(model).items()})
     adapter = adapter_of(model, only="(k|o|a|gate_up|down)_proj", rslora=True)
@@ -67,6 +68,8 @@ def test_merged_weights_compute_what_peft_computes(family: str, tmp_path: Path) 
     ],
 )
 def test_a_folder_of_peft_is_read_as_peft_computes_it(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
     model = written(tmp_path / "hf", family)
     config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **settings})
     adapted = get_peft_model(loaded(model), config).eval()
@@ -105,6 +108,8 @@ def test_a_pattern_that_backtracks_forever_is_refused(llama: Path, monkeypatch: 
 
 def test_stacked_adapters_of_a_model_that_sees_are_merged(tmp_path: Path) -> None:
     """Those of Qwen3-VL-MoE, whose vision tower keeps its bytes."""
+    from peft import PeftModel
+
     tiny_vision = pytest.importorskip("asyncrl.extensions.vision.tiny")
     model, out = tmp_path / "hf", tmp_path / "merged"
     tiny_vision.write(model, "qwen3_vl_moe", spread=0.15)

@@ -17,7 +17,7 @@ from asyncrl.config import load
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.build import build
 from asyncrl.tasks.files import FileTask
-from tests.fakes import compose_values
+from tests.fakes import changed, compose_values
 
 GOOD = {"question": "1 + 1?", "answer": "2"}
 
@@ -60,8 +60,9 @@ def test_folder_holds_splits_of_a_dataset_in_any_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize("split", ["test", "Test[:10]", "train+test", "test_easy"])
 def test_training_on_a_test_split_is_refused(split: str) -> None:
     with pytest.raises(ConfigError, match=r"task.train_split: got .*useless for evaluation"):
-        load(compose_values("experiment=tiny", "task=hf", "task.dataset=a/b", f"task.train_split='{split}'"))
-    load(compose_values("experiment=tiny", "+task@eval.sets.x=hf", f"eval.sets.x.train_split='{split}'"))
+        load(changed(compose_values("experiment=tiny", "task=hf", "task.dataset=a/b"), {"task.train_split": split}))
+    evaluated = compose_values("experiment=tiny", "+task@eval.sets.x=hf")
+    load(changed(evaluated, {"eval.sets.x.train_split": split}))
 
 
 def test_missing_dataset_names_the_command_that_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:

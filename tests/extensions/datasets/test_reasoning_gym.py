@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import reasoning_gym
 
 from asyncrl import tasks
 from asyncrl.errors import ConfigError
@@ -32,6 +31,8 @@ def test_generator_question_follows_system_message_and_examples() -> None:
 
 
 def test_endless_generators_questions_follow_its_seed() -> None:
+    import reasoning_gym
+
     task = gym(params={})
     assert task.size is None
     for index in (0, 7, EVAL_OFFSET + 3):

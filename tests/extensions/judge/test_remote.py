@@ -15,6 +15,7 @@ from asyncrl import retries
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.extensions.judge.batches import RequestBatcher
 from asyncrl.extensions.judge.remote import RewardModel, RewardModelSettings
+from asyncrl.extensions.servers import choice
 from tests.rewards.doubles import answer
 
 URLS = ["http://one/score", "http://two/score"]
@@ -176,7 +177,7 @@ def test_requests_go_to_the_least_busy_healthy_server() -> None:
 
 
 def test_server_that_failed_is_asked_again_after_its_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(choice, "REST_SECONDS", 0.0)
     down = Server(httpx.Response(500), form="single")
     assert asking(down, "a", urls=URLS) == [1.0]
     assert down.asked == ["one", "one"]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -43,6 +42,8 @@ def saved(model: Path, folder: Path, tensors: dict[str, Tensor], **settings: Any
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peft_computes_as_merged_weights_do(family: str, rslora: bool, tmp_path: Path) -> None:
+    from peft import PeftModel
+
     model = written(tmp_path / "hf", family)
     tensors = adapters(model)
     folder = saved(model, tmp_path / "peft", tensors, rslora=rslora)

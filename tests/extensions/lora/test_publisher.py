@@ -42,6 +42,7 @@ from asyncrl.parallel import Parallel
 from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.snapshot import ResumableBuffer
 from asyncrl.schema import POLICY
+from tests.examples import examples
 from tests.fakes import group, tiny_config
 from tests.integration.adapters import NO_PAST
 from tests.integration.publisher import ALONE
@@ -608,7 +609,7 @@ class Residency(RuleBasedStateMachine):
 
 
 TestResidency = Residency.TestCase
-TestResidency.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestResidency.settings = settings(max_examples=examples(20), stateful_step_count=25, deadline=None)
 
 
 def test_pool_of_an_engine_holds_all_adapters_and_the_base() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import itertools
 import json
 import subprocess
@@ -10,9 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
@@ -204,8 +203,11 @@ def test_what_a_response_cannot_have_is_refused(proxy: Proxy, runner: asyncio.Ru
 # --- Anthropic's messages -----------------------------------------------------------------------------------
 
 
-def claude(base_url: str, key: str) -> anthropic.AsyncAnthropic:
-    return anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=key, max_retries=0)
+def claude(base_url: str, key: str, retries: int = 0) -> Any:
+    """Its package takes three seconds to import, and every process of the tests collects this file."""
+    import anthropic
+
+    return anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=key, max_retries=retries)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -243,6 +245,8 @@ def test_loop_of_tools_over_messages_is_one_sample(proxy: Proxy, runner: asyncio
 
 
 def test_refusals_and_ends_are_those_that_its_client_knows(proxy: Proxy, runner: asyncio.Runner) -> None:
+    import anthropic
+
     async def agent(base_url: str, key: str) -> None:
         async with claude(base_url, key) as client:
             asked: Any = {"model": "m", "max_tokens": 9, "messages": [user("1")]}
@@ -265,6 +269,7 @@ def test_refusals_and_ends_are_those_that_its_client_knows(proxy: Proxy, runner:
 
 def test_tokens_are_counted_as_a_request_would_read_them(proxy: Proxy, runner: asyncio.Runner) -> None:
     """Also where a conversation goes on from the tokens that the engine wrote."""
+    import anthropic
 
     async def agent(base_url: str, key: str) -> None:
         history: list[Any] = [user("1")]
@@ -295,34 +300,34 @@ async def by_responses(base_url: str, key: str, retries: int, **more: Any) -> No
 
 
 async def by_messages(base_url: str, key: str, retries: int, **more: Any) -> None:
-    base = base_url.removesuffix("/v1")
-    async with anthropic.AsyncAnthropic(base_url=base, api_key=key, max_retries=retries) as client:
+    async with claude(base_url, key, retries) as client:
         await client.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "1"}], **more)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("ask", "sdk"), [(by_chat, openai), (by_responses, openai), (by_messages, anthropic)])
+@pytest.mark.parametrize(("ask", "sdk"), [(by_chat, "openai"), (by_responses, "openai"), (by_messages, "anthropic")])
 def test_errors_are_those_of_clients_and_not_retried(
-    proxy: Proxy, runner: asyncio.Runner, ask: Callable[..., Any], sdk: Any, stream: bool
+    proxy: Proxy, runner: asyncio.Runner, ask: Callable[..., Any], sdk: str, stream: bool
 ) -> None:
     """Clients would wait for seconds, and ask the engines of an episode that has ended."""
+    errors = importlib.import_module(sdk)
 
     async def main() -> None:
         more: dict[str, Any] = {"stream": True} if stream else {}
         async with proxy.session(says()) as session:
-            with pytest.raises(sdk.BadRequestError, match=r"top_p: got 0\.5\. Remove it"):
+            with pytest.raises(errors.BadRequestError, match=r"top_p: got 0\.5\. Remove it"):
                 await ask(proxy.base_url, session.key, 2, extra_body={"top_p": 0.5}, **more)
-            with pytest.raises(sdk.NotFoundError, match="Not Found"):
+            with pytest.raises(errors.NotFoundError, match="Not Found"):
                 await ask(f"{proxy.base_url}/nothing/v1", session.key, 2, **more)
-            with pytest.raises(sdk.AuthenticationError, match="does not know this API key"):
+            with pytest.raises(errors.AuthenticationError, match="does not know this API key"):
                 await ask(proxy.base_url, "x", 2, **more)
-        with pytest.raises(sdk.APIStatusError, match="has ended") as gone:
+        with pytest.raises(errors.APIStatusError, match="has ended") as gone:
             await ask(proxy.base_url, session.key, 2, **more)
         assert gone.value.status_code == 410
         asking: list[asyncio.Task[None]] = []
         with pytest.raises(EngineError, match="no engine is left"):
             await failing(asking, more)
-        with pytest.raises(sdk.InternalServerError, match="the engines cannot answer") as failed:
+        with pytest.raises(errors.InternalServerError, match="the engines cannot answer") as failed:
             await asking[0]
         assert failed.value.status_code == 503
 

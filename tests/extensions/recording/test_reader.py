@@ -66,7 +66,7 @@ def test_a_torn_tail_is_left_out_and_its_length_is_known(tmp_path: Path) -> None
 
 
 @given(st.data())
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_damaged_files_are_refused_or_read_as_written(tmp_path_factory: pytest.TempPathFactory, data) -> None:
     """Whatever bytes are changed, added or removed, in frames or index: what is read was written, or RecordError."""
     folder = tmp_path_factory.getbasetemp() / "fuzz"

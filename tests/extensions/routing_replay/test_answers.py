@@ -18,6 +18,7 @@ from asyncrl.errors import EngineError
 from asyncrl.extensions.routing_replay.answers import ReportedExperts
 from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked
+from tests.examples import examples
 from tests.extensions.routing_replay.experts import SHAPE, kept, told
 from tests.fakes import FakeEngine, Reply, pieces, stream
 
@@ -81,7 +82,7 @@ def ask(engine: Engine, *turns: list[int], **settings: Any) -> list[Completion]:
 
 
 @given(st.lists(st.tuples(st.sampled_from(CUTS), st.integers(0, 5)), max_size=5), st.integers(1, len(WRITTEN)))
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_every_token_but_the_last_has_its_experts(cuts, limit) -> None:
     engine = Engine(cuts)
     (answer,) = ask(engine, max_new_tokens=limit, retry_timeout=5.0)

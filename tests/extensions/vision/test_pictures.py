@@ -28,8 +28,8 @@ def png(colour: int) -> bytes:
 
 
 def task(file: Path, **changes: Any) -> FileTask:
-    values = compose_values("experiment=tiny", "task=file", f"task.train_file={file}", "task.reward=exact")
-    values["task"] |= {"image_key": "images", **changes}
+    values = compose_values("experiment=tiny", "task=file", "task.train_file=/rows", "task.reward=exact")
+    values["task"] |= {"train_file": str(file), "image_key": "images", **changes}
     made: Any = build(load(values).task)
     return made
 

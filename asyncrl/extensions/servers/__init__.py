@@ -1,0 +1,1 @@
+"""Choice among servers of which any may answer."""
