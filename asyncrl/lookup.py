@@ -46,11 +46,14 @@ def installed() -> dict[str, str]:
 def classes(named: Mapping[str, str]) -> dict[str, type[Extension]]:
     """Return all extensions by name: those of asyncrl and of installed packages, and those that the setting names.
     Raises ConfigError."""
+    if not (isinstance(named, Mapping) and all(isinstance(path, str) for path in named.values())):  # not validated yet
+        raise ConfigError("extensions", named, "Must map names to import paths: +extensions.NAME=module:Class.")
     return dict(_classes(tuple({**shipped(), **installed(), **named}.items())))
 
 
 @cache
 def _classes(paths: tuple[tuple[str, str], ...]) -> dict[str, type[Extension]]:
+    """Return the classes at these import paths. Every validation of settings asks for them several times."""
     found = {}
     for name, path in paths:
         found[name] = kind = load(path, f"extensions.{name}")

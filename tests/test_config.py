@@ -792,7 +792,7 @@ OF_EACH_SECTION = {name.partition(".")[0]: name for name in (*REMOVED, *MOVED_SE
 
 @pytest.mark.parametrize("field", OF_EACH_SECTION.values())
 def test_command_with_what_is_gone_is_refused_alike(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the last commit that has it, or the new name. Hydra finds no field of a section in the same way."""
+    """With its reason or its new name. One of each section: Hydra misses all fields of a section alike."""
     monkeypatch.setattr(sys, "argv", ["asyncrl-train", f"{field}=1"])
     reason = REMOVED.get(field) or f"It moved: set {MOVED_SETTINGS[field]}"
     with pytest.raises(CompositionError, match=re.escape(reason)):

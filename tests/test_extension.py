@@ -83,6 +83,8 @@ def test_settings_have_defaults_and_survive_other_processes() -> None:
         ({"sleepy": {"slow": -1.0}}, "sleepy.slow", "greater than 0"),
         ({"sleepy": {"fast": 1.0}}, "sleepy.fast", "No such field"),
         ({"sleepy": {"slow": 1e9}}, "sleepy.slow", "batch_timeout"),  # the extension's own rule
+        ({"extensions": "sleepy:Sleepy"}, "extensions", "names to import paths"),
+        ({"extensions": {"sleepy": ["sleepy:Sleepy"]}}, "extensions", "names to import paths"),
         ({"extensions": {"sleepy": "sleepy:Nobody"}}, "extensions.sleepy", "import path"),
         ({"extensions": {"sleepy": "sleepy:Hooks"}}, "extensions.sleepy", "subclass"),
         ({"extensions": {"rollout": "sleepy:Sleepy"}}, "extensions.rollout", "choose another"),

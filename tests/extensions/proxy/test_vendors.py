@@ -204,7 +204,8 @@ def test_what_a_response_cannot_have_is_refused(proxy: Proxy, runner: asyncio.Ru
 
 
 def claude(base_url: str, key: str, retries: int = 0) -> Any:
-    """Its package takes three seconds to import, and every process of the tests collects this file."""
+    """Return Anthropic's client. It is imported here, because every process of the tests collects this file, and the
+    import takes three seconds."""
     import anthropic
 
     return anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=key, max_retries=retries)
