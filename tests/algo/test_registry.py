@@ -32,6 +32,15 @@ def scaled(logprobs, rows, *, scale: float = 1.0):
 @LOSSES.register(LossTraits(corrects=True))
 def correcting(logprobs, rows):
     return -rows.advantages * logprobs
+
+
+def above(table, *, least: float = -1.0):
+    return table.keep & (table.advantages > least)
+
+
+@LOSSES.register(LossTraits(selection=above))
+def selecting(logprobs, rows, *, scale: float = 1.0):
+    return -scale * rows.advantages * logprobs
 """
 
 
@@ -97,6 +106,14 @@ def test_own_loss_has_settings_unseen_by_the_launcher() -> None:
         LOSSES.find(wrong)
     with pytest.raises(ConfigError, match=r"algo.loss: got 'own_losses:gone'. Must be an import path"):
         LOSSES.find(Choice(name="own_losses:gone"))
+
+
+def test_settings_of_a_losss_selection_are_those_of_the_loss() -> None:
+    loss = LOSSES.find(Choice(name="own_losses:selecting", least=0.0))
+    assert loss.settings == {"scale": 1.0, "least": 0.0}
+    rows = make([2], [0.0], advantages=[1.0, -0.5])
+    assert loss.call(loss.traits.selection, rows).tolist() == [True, False]
+    assert loss(torch.tensor([-1.0, -2.0]), rows).tolist() == [1.0, -1.0]
 
 
 def test_claims_of_an_own_loss_are_checked_by_the_trainer() -> None:

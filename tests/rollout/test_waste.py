@@ -110,6 +110,24 @@ def test_group_of_a_dropped_cohort_that_ends_late_is_over_age() -> None:
     assert buffer.books.places()["groups"].rejected == {OVER_AGE: 1}
 
 
+def test_ready_groups_too_many_for_a_batch_give_their_seats_on() -> None:
+    """A seat that moved makes a cohort larger than a batch, and all of it ends in the step in which it is due."""
+    buffer = CohortBuffer(1, 3, 2, over_age="drop")
+    ends = [[1], [2], [5], [6], [3, 4, 7]]  # slots by step; slot 0 never does, and its seat moves to cohort 3
+    tickets, trained = dict[int, Ticket](), list[list[int]]()
+    for step in range(5):
+        if step:
+            buffer.publish(step)
+        tickets |= {ticket.slot: ticket for ticket in admitted(buffer)}
+        for slot in ends[step]:
+            buffer.commit(tickets[slot], group(slot))
+        trained.append([one.slot for one in buffer.take() or []])
+    assert [tickets[slot].cohort for slot in (3, 4, 7)] == [3, 3, 6]
+    assert trained == [[1], [2], [5], [6], [3]]
+    assert buffer.books.places()["groups"].rejected == {OVER_AGE: 1}  # slot 4
+    assert [(ticket.slot, ticket.cohort) for ticket in admitted(buffer)] == [(8, 6)]
+
+
 def test_hook_chooses_only_among_what_need_not_go_yet() -> None:
     seen: list[tuple[list[int], int]] = []
 
