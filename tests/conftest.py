@@ -5,6 +5,7 @@ from asyncrl import import_hooks
 
 # isort: split
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,6 +84,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if chosen(_file(item.nodeid), PART)]
+
+
+@pytest.hookimpl(tryfirst=True)  # before its fixtures
+def pytest_runtest_setup() -> None:
+    """A test draws the same numbers from torch's own generator, whatever ran before it in its process."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 def _file(nodeid: str) -> str:

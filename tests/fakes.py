@@ -11,7 +11,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -583,8 +583,9 @@ class JsonHandler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        with suppress(ConnectionError):  # a client need not wait for its answer
+            self.end_headers()
+            self.wfile.write(content)
 
     def log_message(self, *_: Any) -> None:
         """Log nothing."""

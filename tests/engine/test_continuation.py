@@ -18,6 +18,7 @@ from asyncrl import retries
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EngineError
+from asyncrl.observability.intervals import PREFILL
 from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings
 from tests.examples import examples
@@ -324,9 +325,11 @@ def test_overtaken_request_is_asked_anew_under_the_new_key() -> None:
 
 def test_request_that_two_publishes_overtake_is_asked_anew_once() -> None:
     """The second comes before the first has ended it."""
+    seen: list[GenerationSession] = []
 
     async def play(client: GenerationClient) -> Completion:
-        asking = asyncio.create_task(client.generate(group="g")(PROMPT))
+        seen.append(client.generate(group="g"))
+        asking = asyncio.create_task(seen[0](PROMPT))
         await until(lambda: engine.requests)
         for version in (8, 9):
             client.inflight.hold()
@@ -338,6 +341,7 @@ def test_request_that_two_publishes_overtake_is_asked_anew_once() -> None:
     found = asked(engine, play)
     assert [request["extra_key"] for request in engine.requests] == ["run0-v0", "run0-v9"]
     assert found.versions == [VersionSpan(9, 0, 3)]
+    assert [one.outcome for one in seen[0].activity.closed if one.phase == PREFILL] == ["overtaken", ""]
 
 
 def test_whole_sibling_of_an_overtaken_request_is_kept() -> None:

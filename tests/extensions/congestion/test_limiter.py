@@ -22,6 +22,7 @@ from asyncrl.network.addresses import Addresses
 from asyncrl.rollout.build import RolloutParts, _limiter, _started_hooks
 from asyncrl.rollout.groups import ConcurrencyLimiter
 from asyncrl.rollout.limiter import FixedConcurrency
+from asyncrl.rollout.parts import allow_files
 from asyncrl.rollout.reporters import RolloutRun
 from tests.fakes import addresses, tiny_config, until
 from tests.rollout.working import done, started
@@ -150,6 +151,27 @@ def test_setting_decides_who_limits_groups(settings: Any, kind: type, programs: 
     limiter = _limiter(run, _started_hooks(run))
     assert type(limiter) is kind
     assert getattr(limiter, "_programs", None) is programs
+
+
+def test_too_many_open_files_are_told_as_load_may_stay_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 1024))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: None)
+    config = tiny_config(
+        **{
+            "rollout.batch_groups": 200,
+            "rollout.group_size": 8,
+            "rollout.max_staleness": 0,
+            "rollout.lead": None,
+            "rollout.max_running_groups": "auto",
+        }
+    )
+    told: list[str] = []
+    allow_files(config, lambda text, traceback=None: told.append(text), 3)
+    assert told == []
+    allow_files(config, lambda text, traceback=None: told.append(text))
+    assert [text.partition(",")[0] for text in told] == [
+        "200 groups of 8 need up to 1856 open files in each of 1 processes"
+    ]
 
 
 def test_what_is_warned_of_while_the_parts_are_built_is_reported(

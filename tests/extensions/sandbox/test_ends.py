@@ -45,14 +45,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts 
 if sys.argv[1] == "unsafe":
     sys.prefix = sys.base_prefix = "/usr"
 from asyncrl.extensions.sandbox.local import LocalSandboxes
+from asyncrl.extensions.sandbox.protocol import Limits
 from tests.extensions.sandbox import attacks, ways
 ways.only(sys.argv[1])
 sys.argv.append({MARK!r})
 
 async def main():
-    sandboxes = LocalSandboxes(warm=1, allow_unsafe=sys.argv[1] == "unsafe")
+    sandboxes = LocalSandboxes(Limits(seconds=600.0), warm=1, allow_unsafe=sys.argv[1] == "unsafe")
     for attack in (attacks.STUBBORN, attacks.FORK_BOMB, attacks.STUBBORN):
-        asyncio.ensure_future(attack.on(await sandboxes.open()))
+        sandbox = await sandboxes.open()
+        asyncio.ensure_future(sandbox.run(["python3", "-c", attack.source, {MARK!r}]))
     await (await sandboxes.open()).write("a", b"x" * 1000000)
     print("up", flush=True)
     await asyncio.sleep(600)
@@ -61,8 +63,9 @@ asyncio.run(main())
 """
 
 
-def guests(owner: int) -> list[int]:
-    return [pid for pid, command in processes(owner).items() if MARK in command and pid != owner]
+def stubborn(owner: int) -> list[int]:
+    """Programs that run until they are killed; the fork bomb may end for what it took."""
+    return [pid for pid, command in processes(owner).items() if MARK in command and STUBBORN.source in command]
 
 
 @contextmanager
@@ -75,7 +78,7 @@ def owner(kind: str) -> Iterator[subprocess.Popen[str]]:
             assert run.stdout
             if not run.stdout.readline():
                 pytest.skip(f"{kind} does not work here")
-            wait_until(lambda: len(guests(run.pid)) >= 3)
+            wait_until(lambda: len(stubborn(run.pid)) == 2)
             yield run
         finally:
             run.kill()
