@@ -499,6 +499,27 @@ def test_request_that_nobody_waits_for_is_closed() -> None:
     asked(FakeEngine(echo()), play, http=FakeHttp(endless))
 
 
+def test_closing_ends_open_requests_before_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    async def play(client: GenerationClient) -> None:
+        asking = [asyncio.create_task(client.generate(group=group)(PROMPT)) for group in ("g0", "g1")]
+        await until(lambda: len(engine.requests) == 2)
+        close = client._http.close
+
+        async def closing() -> None:
+            seen.append(len(client._tasks))
+            await close()
+
+        monkeypatch.setattr(client._http, "close", closing)
+        await client.close()
+        [task.cancel() for task in asking]
+
+    engine = FakeEngine(lambda request: [asyncio.Event()])
+    asked(engine, play)
+    assert seen[0] == 0
+
+
 def test_figures_count_requests_and_prompt_tokens_once_taken() -> None:
     async def play(client: GenerationClient) -> None:
         await siblings(client, 2)

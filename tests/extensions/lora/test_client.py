@@ -29,11 +29,11 @@ def config(**changes: Any) -> Config:
 
 
 def played(engine: FakeEngine, play: Callable[[GenerationClient], Coroutine[Any, Any, Any]], **settings: Any) -> Any:
-    """Play with a client whose versions are adapters; afterwards none is in use."""
+    """Play with a client whose versions are adapters; once every request has ended, none is in use."""
 
     async def checked(client: GenerationClient) -> Any:
         found = await play(client)
-        await until(lambda: not client.inflight.served.versions())
+        await until(lambda: not client._tasks and not client.inflight.served.versions())
         return found
 
     per = settings.pop("per", "completion")
