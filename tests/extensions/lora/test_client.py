@@ -125,21 +125,24 @@ def test_turns_use_the_newest_adapter_or_that_of_the_episode(per: str, expected:
 
 
 def test_what_an_agent_left_in_flight_ends_with_its_session() -> None:
-    """It would keep an adapter beyond the bound."""
-    never = asyncio.Event()
-    engine = answering(before=lambda number: [never])
+    """It would keep an adapter beyond the bound. Requests of other sessions go on."""
+    going_on = asyncio.Event()
+    whole = stream(pieces(completion(3, (1,), "length")))
+    engine = answering(before=lambda number: [going_on, whole])
 
-    async def play(client: GenerationClient) -> list[int]:
+    async def play(client: GenerationClient) -> tuple[list[int], Completion]:
         client.inflight.release(1)
-        session = client.generate()
-        left = asyncio.ensure_future(session(PROMPT))
-        await until(lambda: engine.requests)
+        sessions = [client.generate(group=group) for group in ("g0", "g1")]
+        left, other = (asyncio.ensure_future(session(PROMPT)) for session in sessions)
+        await until(lambda: len(engine.requests) == 2)
         used = client.inflight.served.versions()
-        session.close()
+        sessions[0].close()
         await until(left.cancelled)
-        return used
+        going_on.set()
+        return used, await other
 
-    assert played(engine, play) == [1]
+    used, found = played(engine, play)
+    assert (used, found.versions) == ([1], [VersionSpan(1, 0, 3)])
 
 
 def test_siblings_share_a_request_only_under_the_same_adapter() -> None:
