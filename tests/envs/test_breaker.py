@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.envs.breaker import FIRST_PAUSE, LONGEST_PAUSE, UNPROVEN_PATIENCE, Breaker
 from asyncrl.errors import AsyncRLError
+from tests.fakes import jumping
 
 MOST, PATIENCE = 3, 1000.0
 
@@ -127,6 +128,22 @@ def test_last_try_comes_when_the_patience_ends() -> None:
         assert await world.tries(FIRST_PAUSE)
 
     run(script)
+
+
+def test_who_waits_for_a_try_that_fails_tries_next() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        breaker = Breaker("environment it", MOST, PATIENCE, lambda text: None, loop.time)
+        for _ in range(MOST):
+            breaker.failed("it raised")
+        await breaker.enter()
+        waiting = asyncio.create_task(breaker.enter())
+        await settle()
+        breaker.failed("it raised again")
+        await asyncio.wait_for(waiting, LONGEST_PAUSE)
+        return loop.time()
+
+    assert jumping(main()) == FIRST_PAUSE + 2 * FIRST_PAUSE
 
 
 def test_try_without_a_verdict_leaves_its_place() -> None:
