@@ -5,13 +5,20 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from asyncrl.schema import Batch, Completion, Trajectory, Turn, VersionSpan, decode_batch, encode
+from asyncrl.schema import Batch, Completion, Trajectory, Turn, VersionSpan, decode_batch, encode, part_of
 from tests.fakes import completion, group
 
 
 def test_batch_survives_the_wire() -> None:
     batch = Batch(3, [group(0, [0.5, 1.0], tokens=4, versions=(1, 2)), group(1)], {"groups/ready": 2.0})
     assert decode_batch(encode(batch)) == batch
+
+
+@pytest.mark.parametrize(("count", "parts"), [(8, 1), (8, 2), (8, 3), (9, 4), (5, 5), (2, 3)])
+def test_parts_hold_every_group_once_and_are_nearly_equal(count: int, parts: int) -> None:
+    ranges = [range(*part_of(count, part, parts)) for part in range(parts)]
+    assert [place for part in ranges for place in part] == list(range(count))
+    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00", b"not a batch", encode(group(0))])
