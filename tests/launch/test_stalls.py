@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,9 @@ from asyncrl.errors import ProcessDied
 from asyncrl.launch.leftovers import carrying
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.processes import Supervisor
-from asyncrl.launch.stalls import SHOWN, Stalls, innermost, stack_file, state, write_stack
+from asyncrl.launch.stalls import SHOWN, Stalled, Stalls, innermost, stack_file, state, write_stack
 from asyncrl.network.addresses import READY
-from asyncrl.progress import FOLDER, Progress
+from asyncrl.progress import FOLDER, Progress, failing
 from tests.fakes import Clock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -230,6 +231,31 @@ def test_stack_of_a_stopped_process_is_read_from_outside(tmp_path: Path) -> None
     assert lines[0] == "stopped by a signal"
     assert innermost(lines) == "; in stands_here (<string>:3)"
     assert state(child.pid) == "dead"
+
+
+def test_stall_behind_an_error_of_the_user_names_the_error_first(tmp_path: Path) -> None:
+    """Others wait for who is ending with it."""
+
+    class Waiting(Stalls):
+        def find(self) -> list[Stalled]:
+            return [Stalled("trainer-0", "step 3, waiting for its batch", 200.0, silent=False)] if noted else []
+
+    noted: list[bool] = []
+
+    def note() -> None:
+        with suppress(KeyError), failing(tmp_path, "rollout"):
+            raise KeyError("planted")
+        noted.append(True)
+
+    (tmp_path / "logs").mkdir()
+    spec = ProcessSpec("trainer-0", [sys.executable, "-c", "import time; time.sleep(60)"], {}, ends_the_run=True)
+    supervisor = Supervisor([spec], tmp_path, secrets.token_hex(8), 1.0, stalls=Waiting(tmp_path, [], PATIENCE))
+    with pytest.raises(ProcessDied) as raised:
+        supervisor.run(note)
+    first, place, second, *_ = str(raised.value).splitlines()
+    assert first == "rollout: KeyError: 'planted'"
+    assert place.startswith(f"  at {__file__}:")
+    assert second.startswith("trainer-0 makes no progress")
 
 
 @pytest.mark.parametrize("py_spy", [True, False], ids=["py-spy", "without"])
