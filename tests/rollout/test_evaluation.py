@@ -312,7 +312,7 @@ def test_resumed_process_repeats_no_written_evaluation() -> None:
     """One had begun at version 4 before the state was kept; version 6 was announced since, and the run ends there."""
     written = {version: [{"set": name, "version_min": version} for name in ("near", "far")] for version in (4, 6)}
 
-    async def begun(*before: int) -> list[int]:
+    async def begun(*before: int, evaluated: int = 4, since: range = range(5, 7)) -> list[int]:
         site = Site(every=2)
         site.evaluations._earlier = [line for version in before for line in written[version]]
         found: list[int] = []
@@ -322,7 +322,7 @@ def test_resumed_process_repeats_no_written_evaluation() -> None:
             return []
 
         site.evaluations._evaluate = evaluate  # type: ignore[method-assign]
-        site.evaluations.go_on(4, range(5, 7), running=True)
+        site.evaluations.go_on(evaluated, since, running=bool(since))
         if running := site.evaluations._running:
             await running
         assert await site.evaluations.now() == (written[6] if 6 in before else [])
@@ -333,5 +333,6 @@ def test_resumed_process_repeats_no_written_evaluation() -> None:
         assert await begun(4, 6) == []
         assert await begun(4) == [6]
         assert (await begun())[-1] == 6
+        assert await begun(6, evaluated=6, since=range(7, 7)) == []  # nothing was announced since
 
     asyncio.run(asyncio.wait_for(main(), 60))
