@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.client import RECENT, GenerationClient, SiblingSpread
 from asyncrl.engine.stop_strings import StopStrings
 from asyncrl.errors import EngineError, PromptRefused
 from asyncrl.observability.intervals import AGENT, DECODE, PREFILL, PUBLISH, QUEUED
@@ -165,6 +165,17 @@ def test_without_coalescing_every_sibling_is_a_request() -> None:
     engine = FakeEngine(echo())
     asked(engine, lambda client: siblings(client, 3), coalesce=False)
     assert [request["sampling_params"]["n"] for request in engine.requests] == [1, 1, 1]
+
+
+def test_siblings_spread_by_the_mean_of_recent_answers() -> None:
+    spread = SiblingSpread("auto")
+    assert not spread(10)  # nothing is known
+    for tokens in (20, 60):
+        spread.finished(tokens)
+    assert [spread(prompt) for prompt in (10, 11)] == [True, False]  # up to a quarter of 40
+    for _ in range(10 * RECENT):
+        spread.finished(80)
+    assert [spread(prompt) for prompt in (19, 21)] == [True, False]
 
 
 def test_siblings_spread_once_answers_are_long_and_then_stay() -> None:
