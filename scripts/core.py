@@ -9,8 +9,8 @@ the unit tests of every package of the core, and a run of a few steps. Then, for
 needs: its unit tests. Then several at a time, each with those that need it, such that for any two there is a case in
 which one is there without the other, unless it needs it: the rules of imports, and a run. The tests of whole runs and
 of the scripts use the planner's lengths, and are not part of this. With names, each of those alone is deleted: the
-structure tests, the unit tests of settings, launcher, recipes, tasks and the other extensions, and a run. The last line
-is JSON; the exit code is 1 if anything failed.
+structure tests, the unit tests of settings, launcher, recipes, tasks and the other extensions, and a run; `all` is the
+first case, all but `cpu`. The last line is JSON; the exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXTENSIONS = Path("asyncrl/extensions")
 KEPT = {"cpu"}
 """What a machine without GPUs needs for any run."""
+ALL = "all"
 FREE_ALONE = "not campaign and not gpu and not multi_gpu and not nightly"
 FREE = f"{FREE_ALONE} and not integration"
 SOME = ["tests/config", "tests/launch", "tests/recipes", "tests/tasks", "tests/test_extension.py", "tests/extensions"]
@@ -140,15 +141,17 @@ def separating(names: list[str]) -> Iterator[list[str]]:
 def cases(named: list[str]) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
     """Yield the name of each case, the extensions that it deletes, and what `check` runs."""
     every = sorted(file.parent.name for file in (committed() / EXTENSIONS).glob("*/__init__.py"))
-    if unknown := sorted({*named} - {*every}):
+    if unknown := sorted({*named} - {*every, ALL}):
         sys.exit(f"no extension of the committed tree: {', '.join(unknown)}; known: {', '.join(every)}")
     most = [name for name in every if name not in KEPT]
+    if not named or ALL in named:
+        yield "the core", most, {"rules": STRUCTURE, "tests": [*SOME, *(f"tests/{name}" for name in MORE)]}
     for name in named:
-        gone = with_dependents([name])
-        yield f"without {' '.join(gone)}", gone, {"rules": STRUCTURE, "tests": SOME}
+        if name != ALL:
+            gone = with_dependents([name])
+            yield f"without {' '.join(gone)}", gone, {"rules": STRUCTURE, "tests": SOME}
     if named:
         return
-    yield "the core", most, {"rules": STRUCTURE, "tests": [*SOME, *(f"tests/{name}" for name in MORE)]}
     for name in most:
         gone = [other for other in most if name not in with_dependents([other])]
         yield f"{name} alone", gone, {"rules": [], "tests": [f"tests/extensions/{name}"], "run": False}

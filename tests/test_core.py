@@ -28,3 +28,10 @@ def test_deletion_takes_what_a_page_names_and_sets_its_defaults(tmp_path: Path) 
 def test_extension_that_is_not_committed_is_refused() -> None:
     with pytest.raises(SystemExit, match="nobody"):
         list(core.cases(["nobody"]))
+
+
+def test_all_is_the_core_with_what_a_machine_without_gpus_needs() -> None:
+    ((name, gone, what),) = core.cases([core.ALL])
+    assert name == "the core"
+    assert core.KEPT & {*gone} == set()
+    assert {"tests/rollout", "tests/trainer"} <= {*what["tests"]}
