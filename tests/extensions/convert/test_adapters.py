@@ -72,7 +72,6 @@ def test_a_folder_of_peft_is_read_as_peft_computes_it(family: str, settings: dic
 
     model = written(tmp_path / "hf", family)
     config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **settings})
-    torch.manual_seed(0)  # peft draws from the global generator; few draws make rounding show beyond the tolerance
     adapted = get_peft_model(loaded(model), config).eval()
     adapted.save_pretrained(tmp_path / "peft")
     opened = PeftFolder(tmp_path / "peft")

@@ -64,7 +64,7 @@ asyncio.run(main())
 
 
 def stubborn(owner: int) -> list[int]:
-    """Programs that run until they are killed; the fork bomb may end for what it took."""
+    """Programs that run until they are killed; the fork bomb may end at a limit."""
     return [pid for pid, command in processes(owner).items() if MARK in command and STUBBORN.source in command]
 
 
