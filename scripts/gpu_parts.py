@@ -210,6 +210,7 @@ def mfu_rank(options: argparse.Namespace) -> dict[str, Any]:
     operations = operations_of(network.hf)
     rate = sum(float(operations.of(pack)) for pack in network.packs(groups)) / seconds  # of this rank's replica
     peak = None if tiny else peak_rate(torch.cuda.get_device_name())
+    torch.distributed.destroy_process_group()  # gloo's threads would abort the process at its end (pytorch#190489)
     return {
         "step_s": seconds,
         "tokens_per_s_per_gpu": count * tokens / seconds / ranks,

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
@@ -167,9 +168,8 @@ JOB: dict[str, Any] = {"extensions": {"clusters": "tests.fakes:Clusters"}, "clus
 
 def tiny_config(**changes: Any) -> Config:
     """The same, validated. Tests of an extension are skipped where these settings need another that is deleted."""
-    if os.environ.get("PYTEST_CURRENT_TEST", "").startswith("tests/extensions/"):
-        import pytest  # which machines of the GPU benchmark need not have
-
+    pytest = sys.modules.get("pytest")  # which a program that a test has started need not have
+    if pytest and os.environ.get("PYTEST_CURRENT_TEST", "").startswith("tests/extensions/"):
         for missing in (name for name in _needed(changes) if not (EXTENSIONS / name).exists()):
             pytest.skip(f"the extension {missing} is not there")
     return configuration.load(tiny_values(**changes))
