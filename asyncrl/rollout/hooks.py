@@ -32,8 +32,3 @@ def ends(group: Group) -> bool | str:
 def lowest_first(ready: Sequence[Group], count: int) -> Sequence[Group]:
     """Select groups in the order of admission."""
     return ready[:count]
-
-
-def freshest_first(ready: Sequence[Group], count: int) -> Sequence[Group]:
-    """Select the groups whose oldest token is the most recent."""
-    return sorted(ready, key=lambda group: -min(t.oldest_version for t in group.trajectories))[:count]

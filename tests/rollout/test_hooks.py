@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.hooks import ends, freshest_first, has_signal, lowest_first
+from asyncrl.rollout.hooks import ends, has_signal, lowest_first
 from asyncrl.user_code import load
 from tests.fakes import group
 
@@ -20,10 +20,8 @@ def test_group_that_was_cut_off_altogether_is_truncated() -> None:
     assert ends(group(finish="length")) == "truncated"
 
 
-def test_freshest_groups_go_first_and_else_the_lowest() -> None:
-    ready = [group(0, versions=(2,)), group(1, versions=(4,)), group(2, versions=(4,)), group(3, versions=(3,))]
-    assert [one.slot for one in freshest_first(ready, 3)] == [1, 2, 3]
-    assert [one.slot for one in lowest_first(ready, 2)] == [0, 1]
+def test_lowest_groups_go_first() -> None:
+    assert [one.slot for one in lowest_first([group(number) for number in range(4)], 2)] == [0, 1]
 
 
 @pytest.mark.parametrize("path", ["nowhere:f", "asyncrl.rollout.hooks:nothing", "asyncrl.rollout.hooks", ""])
