@@ -51,9 +51,6 @@ test: tools  ## what a newcomer and CI run: the claims of the core once, all uni
 
 test-all: tools te-stub peers history  ## everything that is deterministic (AGENTS.md)
 	$(SESSION) -m "$(FREE)"
-	set -e; for script in $(filter-out scripts/bench_gpu.py,$(wildcard scripts/bench_*.py)); do \
-	  $(BIN)/python $$script --quick > .venv/bench.txt; cat .venv/bench.txt; \
-	  tail -n 1 .venv/bench.txt | $(BIN)/python -c "import json, sys; json.load(sys.stdin)['machine']"; done
 
 nightly: tools  ## the tests of test-all that test does not have; PART=2/6 is one part of them, by file
 	ASYNCRL_PART=$(PART) $(SESSION) -m "$(FREE) and nightly"

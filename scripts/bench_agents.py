@@ -150,9 +150,7 @@ async def turn_overhead(template: ChatTemplate, episodes: int) -> float:
 
         trained_at = 1.0
 
-        async def __call__(
-            self, token_ids: list[int], most: int | None = None, role: str = "", images: Any = ()
-        ) -> Any:
+        async def __call__(self, token_ids: list[int], *_: Any) -> Any:
             return await generate(token_ids)
 
         def trains(self, role: str) -> bool:

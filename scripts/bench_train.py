@@ -159,6 +159,7 @@ class Model:
         from hydra import compose, initialize_config_dir
         from omegaconf import OmegaConf
 
+        from asyncrl import lookup
         from asyncrl.config import load
         from asyncrl.launch.main import CONF
         from asyncrl.network.ports import free_port
@@ -175,7 +176,9 @@ class Model:
         config = load(raw)
         self.parallel = initialize(config.trainer, gpu=False, seed=0, timeout=60.0)
         encoder = encoder_of(config, folder, self.parallel)
-        self.network = Network(config.trainer, folder, self.parallel, encoder=encoder)
+        changes = (one.transformation(config) for one in lookup.active(config).values())
+        transformation = next((found for found in changes if found), None)
+        self.network = Network(config.trainer, folder, self.parallel, encoder=encoder, transformation=transformation)
         self.optimizer = NetworkOptimizer(config.trainer, self.network, 1000)
 
     def step(self, packs: list[Any], weights: Any) -> None:

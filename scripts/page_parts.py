@@ -55,7 +55,11 @@ SCROLL = """async () => {
 
 
 def page(folder: Path, *, quick: bool, settings: Sequence[str] = ()) -> dict[str, float]:
-    """Measure the page in Chromium, by playwright. It starts no run, which `settings` could change."""
+    """Measure the page in Chromium, by playwright, where there is one. It starts no run, which `settings` could
+    change."""
+    if BROWSER is None:
+        print("page_...: needs chromium (Debian: apt-get install chromium)", file=sys.stderr)
+        return {}
     from playwright.sync_api import sync_playwright
 
     share = QUICK if quick else 1

@@ -31,7 +31,7 @@ SANDBOXES = (
 )
 """These tests look for what sandboxes have left anywhere on the machine, so they run one at a time."""
 PART = os.environ.get("ASYNCRL_PART", "")
-"""Such as 2/6: of all files of tests, only those of this part run."""
+"""Such as 2/6: of all files of tests, and of the tests of files whose tests share nothing, only this part runs."""
 
 
 def _files(*names: str) -> tuple[str, ...]:
@@ -41,7 +41,7 @@ def _files(*names: str) -> tuple[str, ...]:
 ONE_FLEET = _files("proxy", "fleet", "continuation", "weight_faults")
 """Files that share the engines of tests/integration/conftest.py. The order matters: the last ones kill engines."""
 LONGEST = _files(
-    "slurm", "resume", "resume_environments", "elastic", "colocated", "adapter_runs", "ends", "weights",
+    "benchmarks", "slurm", "resume", "resume_environments", "elastic", "colocated", "adapter_runs", "ends", "weights",
     "proxy", "fleet", "continuation", "weight_faults", "bench_gpu", "leftovers", "vision_run", "survival", "layouts",
     "vision_engine", "teacher", "precision", "variants", "hangs", "experiments", "checksum", "quantized", "replay",
     "loaded_publishes", "agents", "adapters", "lora", "first_steps", "synchronous", "intruder", "rollout_faults",
@@ -50,7 +50,7 @@ LONGEST = _files(
 """Files that start whole runs or engines, the longest first: a long file that starts last leaves the other processes
 without work."""
 SEPARATE = _files(
-    "resume", "elastic", "colocated", "adapter_runs", "ends", "bench_gpu", "leftovers", "survival",
+    "benchmarks", "resume", "elastic", "colocated", "adapter_runs", "ends", "bench_gpu", "leftovers", "survival",
     "layouts", "teacher", "precision", "hangs", "rollout_faults", "deaths",
 )  # fmt: skip
 """Files whose tests share nothing, so that each test can run in any process."""
@@ -80,10 +80,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if mark := tier(item.nodeid):
             item.add_marker(mark)
-    others = [item for item in items if PART and not chosen(_file(item.nodeid), PART)]
+    others = [item for item in items if PART and not chosen(_alone(item.nodeid), PART)]
     if others:
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if chosen(_file(item.nodeid), PART)]
+        items[:] = [item for item in items if chosen(_alone(item.nodeid), PART)]
 
 
 @pytest.hookimpl(tryfirst=True)  # before its fixtures
@@ -97,6 +97,12 @@ def _file(nodeid: str) -> str:
     return nodeid.partition("::")[0]
 
 
+def _alone(nodeid: str) -> str:
+    """Return the test if it shares nothing with the others of its file, else the file."""
+    file = _file(nodeid)
+    return nodeid if file in SEPARATE else file
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Schedule by file (--dist loadfile), so that the tests of a file share its engines. (xdist_group has no effect
@@ -107,12 +113,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = _file(nodeid)
-            if file in SEPARATE:
-                return nodeid
-            if file in ONE_FLEET:
+            if nodeid.startswith(ONE_FLEET):
                 return "one fleet"
-            return "sandboxes" if file.startswith(SANDBOXES) else file
+            return "sandboxes" if nodeid.startswith(SANDBOXES) else _alone(nodeid)
 
         def _reschedule(self, node: Any) -> None:
             """Give a process its next file when its last test begins. xdist would do so at the last test but one, and

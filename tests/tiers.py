@@ -4,7 +4,7 @@ A test of tests/integration starts engines, trainers or whole runs. It runs in `
 an entry of DAILY, and is marked `nightly` otherwise: a new one costs nobody minutes until somebody adds it here. What
 README and docs claim of the core should have one in DAILY; what they claim of an extension may be nightly. All other
 tests run in `make test`, unless they begin with an entry of NIGHTLY. CI runs a sixth of the nightly tests, by file,
-which its commit chooses (ASYNCRL_PART=2/6).
+which its commit chooses (ASYNCRL_PART=2/6); where the tests of a file share nothing, by test.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def daily(nodeid: str) -> bool:
     return any(name.startswith(entry if "::" in entry else f"{entry}::") for entry in DAILY)
 
 
-def chosen(file: str, part: str) -> bool:
-    """Return whether a file belongs to a part of all tests: chosen("tests/x.py", "2/6")."""
+def chosen(name: str, part: str) -> bool:
+    """Return whether a file, or a test, belongs to a part of all tests: chosen("tests/x.py", "2/6")."""
     number, _, parts = part.partition("/")
-    return zlib.crc32(file.encode()) % int(parts) == int(number) % int(parts)
+    return zlib.crc32(name.encode()) % int(parts) == int(number) % int(parts)
