@@ -27,16 +27,8 @@ def rehearsed(folder: Path, *names: str) -> None:
     assert found["rehearsal"]
 
 
-SHORT = ("engine-plain",)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(part.name, marks=pytest.mark.integration if part.name in SHORT else pytest.mark.campaign)
-        for part in parts(quick=True, rehearse=True)
-    ],
-)
+@pytest.mark.integration
+@pytest.mark.parametrize("name", [part.name for part in parts(quick=True, rehearse=True)])
 def test_a_part_is_rehearsed(name: str, tmp_path: Path) -> None:
     rehearsed(tmp_path, name)
 
