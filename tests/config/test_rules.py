@@ -243,3 +243,7 @@ def test_auto_is_refused_where_no_extension_has_it() -> None:
     with mock.patch.object(lookup, "enabled", set), pytest.raises(ConfigError) as caught:
         tiny_config(**{"rollout.max_running_groups": "auto"})
     assert (caught.value.field, caught.value.value) == ("rollout.max_running_groups", "auto")
+
+
+def test_estimator_without_a_gradient_may_be_measured() -> None:
+    assert tiny_config(**{"algo.kl.estimator": "k1", "algo.kl.measure_every": 5}).algo.measures_reference
