@@ -52,7 +52,7 @@ test: tools  ## what a newcomer and CI run: the claims of the core once, all uni
 test-all: tools te-stub peers history  ## everything that is deterministic (AGENTS.md)
 	$(SESSION) -m "$(FREE)"
 
-nightly: tools  ## the tests of test-all that test does not have; PART=2/6 is one part of them, by file
+nightly: tools  ## the tests of test-all that test does not have; PART=2/6 is one part of them
 	ASYNCRL_PART=$(PART) $(SESSION) -m "$(FREE) and nightly"
 
 core: setup bubblewrap  ## what is left where extensions are deleted (ARGS="NAME ..." for some)
