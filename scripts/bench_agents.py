@@ -123,7 +123,7 @@ async def measured(template: ChatTemplate, url: str, count: int, in_play: int) -
 
     async def one(number: int) -> None:
         async with room:
-            question = {"messages": [{"role": "user", "content": str(number)}], "seconds": tools(number)}
+            question: Any = {"messages": [{"role": "user", "content": str(number)}], "seconds": tools(number)}
             prompt = Prompt(f"p{number}", template.begin(question["messages"]), question, "bench")
             session = client.generate(group=f"g{number:08d}")
             found = await Episode(session, LIMITS, template).play(agent, prompt, score)
@@ -142,7 +142,7 @@ async def turn_overhead(template: ChatTemplate, episodes: int) -> float:
     """Return the processor time of a turn in microseconds."""
     agent = MultiTurn(EnvironmentPool("bench", EnvSpec("scripts.bench_agents:Sleeping"), PoolSettings()))
     generate: Any = bench_proxy.Instant(template, TOKENS)
-    question = {"messages": [{"role": "user", "content": "5"}], "seconds": [0.0] * (TURNS - 1)}
+    question: Any = {"messages": [{"role": "user", "content": "5"}], "seconds": [0.0] * (TURNS - 1)}
     prompt = Prompt("p", template.begin(question["messages"]), question, "bench")
 
     class Session:

@@ -72,14 +72,15 @@ FIGURES = (
 DEVICES, BATCH = 8, 16
 SHAPE = EngineShape(0.012, 0.00048, 64)
 RATE = 2500.0
-STREAM, FULL = {"pause": 16.76}, {"fill": 5.98, "pause": 16.71}
+STREAM: Any = {"pause": 16.76}
+FULL: Any = {"fill": 5.98, "pause": 16.71}
 """Seconds of a publish of Qwen3-235B-A22B on 1,024 GPUs, by weights.staging (docs/weights.md)."""
 WORKLOADS = ("sigma 0.9", "sigma 1.3", "slow tools", "half rejected")
 
 
 def lengths(workload: str, scale: float) -> Lengths:
     """Return the distribution of episode lengths of a workload."""
-    tools = {"turns": 8.0, "tool_seconds": 10 / scale, "tool_sigma": 1.5, "tool_longest": 600 / scale}
+    tools: Any = {"turns": 8.0, "tool_seconds": 10 / scale, "tool_sigma": 1.5, "tool_longest": 600 / scale}
     sigma = 1.3 if workload == "sigma 1.3" else 0.9
     more = tools if workload == "slow tools" else {}
     return Lengths(8000 / scale, sigma, round(27_000 / scale), 8, **more)

@@ -21,7 +21,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,7 +122,7 @@ class Toy:
         return Trajectory(turns, 0.0), told
 
 
-Estimators = dict[str, Callable[..., Tensor]]
+Estimators = Mapping[str, Callable[..., Tensor]]
 
 
 def noise(toy: Toy, case: Case, groups: int, estimators: Estimators) -> dict[str, tuple[float, float]]:

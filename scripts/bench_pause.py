@@ -148,7 +148,7 @@ async def measured(
 @torch.no_grad()
 def gap(
     fleet: Engines, weights: SeededWeights, turns: list[tuple[list[int], Completion]], count: int
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Return the mean absolute difference of log-probabilities, for turns by one version and for turns by several."""
     model = AutoModelForCausalLM.from_pretrained(fleet.addresses.model, dtype=getattr(torch, fleet.config.engine.dtype))
     chosen = {

@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -52,7 +53,7 @@ def grid(count: int, seed: int = 0) -> Iterator[tuple[SimulatedWorkload, Setting
     """Yield random workloads and settings on 8 devices."""
     draw = random.Random(seed)
     for _ in range(count):
-        tools = {"turns": 4.0, "tool_seconds": draw.choice([1.0, 5.0])} if draw.random() < 0.3 else {}
+        tools: Any = {"turns": 4.0, "tool_seconds": draw.choice([1.0, 5.0])} if draw.random() < 0.3 else {}
         lengths = Lengths(
             1000, draw.choice([0.3, 0.6, 0.9, 1.3]), draw.choice([4000, 8000]), draw.choice([4, 8]), **tools
         )
@@ -68,7 +69,7 @@ def grid(count: int, seed: int = 0) -> Iterator[tuple[SimulatedWorkload, Setting
 
 def law_errors(count: int, steps: int) -> list[float]:
     """Return the relative differences between laws and simulation, sorted."""
-    errors = []
+    errors: list[float] = []
     for number, (workload, setting) in enumerate(grid(count)):
         if number and number % 20 == 0:
             print(f"laws: {number} of {count} settings, median {statistics.median(errors):.1%}", flush=True)

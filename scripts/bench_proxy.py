@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from asyncrl.agents.template import ChatTemplate
 from asyncrl.extensions.proxy.server import Proxy
 from asyncrl.models import tiny
 from asyncrl.rollout.parts import load_tokenizer
-from asyncrl.schema import Completion, Template, VersionSpan
+from asyncrl.schema import Completion, Message, Template, VersionSpan
 from scripts import machine
 
 CONCURRENT = 32
@@ -62,6 +62,9 @@ class Instant:
     def __init__(self, template: Template, tokens: int) -> None:
         self.template = template
         self._answer = [3] * tokens + [10]
+
+    async def images(self, messages: Sequence[Message]) -> list[bytes]:
+        raise NotImplementedError("the benchmark shows no images")
 
     async def __call__(self, token_ids: list[int], **options: Any) -> Completion:
         length = len(self._answer)

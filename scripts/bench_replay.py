@@ -34,7 +34,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from asyncrl.extensions.recording.events import Committed, packed
+from asyncrl.extensions.recording.events import Committed, Event, packed
 from asyncrl.extensions.recording.reader import Recording
 from asyncrl.extensions.recording.writer import Writer
 from asyncrl.rollout.events import Taken
@@ -119,7 +119,7 @@ def long_answers(folder: Path) -> dict[str, float]:
     """Measure writing and reading long answers."""
     groups, tokens = made_up(), GROUPS * SAMPLES * TOKENS
     started = time.process_time()  # CPU time of both threads
-    writer = Writer(folder)
+    writer = Writer[Event](folder)
     for group in groups:
         writer.write(Committed(group.slot, packed(group), 0))
     writer.write(Taken(0, [group.uid for group in groups], {}))

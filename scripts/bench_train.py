@@ -113,7 +113,7 @@ def case(folder: Path, way: str, shape: Shape, siblings: int, seconds: float) ->
     step, tokens = runner(folder, groups, way)
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     step()
-    times = []
+    times: list[float] = []
     while sum(times) < seconds and len(times) < 9:
         times.append(cpu_seconds(step))
     samples = [sample for group in groups for sample in group]
@@ -159,9 +159,8 @@ class Model:
         from hydra import compose, initialize_config_dir
         from omegaconf import OmegaConf
 
-        from asyncrl import lookup
+        from asyncrl import CONF, lookup
         from asyncrl.config import load
-        from asyncrl.launch.main import CONF
         from asyncrl.network.ports import free_port
         from asyncrl.trainer.encoder import encoder_of
         from asyncrl.trainer.network import Network

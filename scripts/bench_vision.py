@@ -44,8 +44,8 @@ from scripts.bench_train import BUDGET, Model, cpu_seconds  # noqa: E402
 SIDE, ANSWERS, LENGTH = 448, 16, 8
 """Pixels of an image's side (256 tokens), answers, and their tokens."""
 CASES = ("shared", "apart", "ours", "transformers")
-LARGE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8}
-QUICK = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+LARGE: Any = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8}
+QUICK: Any = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
 def write_model(folder: Path, quick: bool) -> None:

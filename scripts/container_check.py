@@ -107,15 +107,24 @@ def context(destination: Path) -> None:
     without = shutil.ignore_patterns(*(line.removeprefix("**/") for line in lines if line.startswith("**/")))
     for line in lines:
         if line.startswith("!"):
-            source = ROOT / line[1:]
-            copy = shutil.copytree if source.is_dir() else shutil.copy
-            copy(source, destination / line[1:], **({"ignore": without} if source.is_dir() else {}))
+            source, target = ROOT / line[1:], destination / line[1:]
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=without)
+            else:
+                shutil.copy(source, target)
 
 
 def enter(image: Image, command: Sequence[str], binds: Sequence[str] = (), network: str = "host") -> None:
     """Run a command in the image's root. Raises CalledProcessError if it fails."""
-    where = {"user": image.user, "directory": image.directory, "binds": binds, "network": network}
-    clean_root.enter(image.root, command, environment=image.env, **where)
+    clean_root.enter(
+        image.root,
+        command,
+        environment=image.env,
+        user=image.user,
+        directory=image.directory,
+        binds=binds,
+        network=network,
+    )
 
 
 class Build:

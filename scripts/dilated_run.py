@@ -29,8 +29,8 @@ from omegaconf import OmegaConf
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from asyncrl import CONF, tasks  # noqa: E402
 from asyncrl import config as configuration  # noqa: E402
-from asyncrl import tasks  # noqa: E402
 from asyncrl.agents.template import ChatTemplate  # noqa: E402
 from asyncrl.config import Config  # noqa: E402
 from asyncrl.engine.fleet import Fleet  # noqa: E402
@@ -39,7 +39,6 @@ from asyncrl.engine.update import Update  # noqa: E402
 from asyncrl.extensions.plan.lengths import Lengths  # noqa: E402
 from asyncrl.extensions.plan.simulation import Setting, SimulatedEpisode, SimulatedWorkload  # noqa: E402
 from asyncrl.launch.machine import this_node  # noqa: E402
-from asyncrl.launch.main import CONF  # noqa: E402
 from asyncrl.launch.placement import place, ports_wanted  # noqa: E402
 from asyncrl.metrics.record import StepLog  # noqa: E402
 from asyncrl.models import catalog  # noqa: E402
@@ -229,7 +228,8 @@ class DilatedTrainer(StagedPublisher):
         """Train `warm` + `steps` batches, and measure the latter."""
         log, stop = StepLog([], started_at=time.time()), StopRule(self._run, end=warm + steps)
         publisher = Background(self) if self._setting.overlap else self
-        train(self._update_weights, self, publisher, log, stop, save=lambda version: None)
+        batches: Any = self  # which asks the rollout process itself: there is a single rank
+        train(self._update_weights, batches, publisher, log, stop, save=lambda version: None)
         publisher.finish()
         retried = self._source.status()["ledger"]["events"]["retried"]
         self._fleet.close()

@@ -97,7 +97,7 @@ class Machine:
                 clean_root.enter(
                     self.root,
                     command,
-                    environment=environment(variant) | self.passed,
+                    environment={**environment(variant), **self.passed},
                     user=f"{variant.uid}:{variant.uid}",
                     directory=directory,
                     binds=self.binds,

@@ -161,7 +161,8 @@ def ask(fleet: Any, version: int) -> tuple[list[tuple[list[int], Any]], dict[str
     shape = {"replicas": engine.data_parallel}
 
     async def answers() -> tuple[list[tuple[list[int], Any]], dict[str, float]]:
-        made, found = client(fleet, run="settings", max_new_tokens=32, temperature=TEMPERATURE, **shape), []
+        made = client(fleet, run="settings", max_new_tokens=32, temperature=TEMPERATURE, **shape)
+        found: list[tuple[list[int], Any]] = []
         made.inflight.release(version)
         for _ in range(2):
             asked = [made.generate(group=f"g{number}")(prompt) for number, prompt in enumerate(prompts)]

@@ -16,12 +16,12 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from asyncrl import CONF
 from asyncrl import config as configuration
 from asyncrl.extensions.slurm.engines import engines_script
 from asyncrl.extensions.slurm.extension import settings_of
 from asyncrl.extensions.slurm.submit import script
 from asyncrl.launch.compose import find_further_confs
-from asyncrl.launch.main import CONF
 
 FOLDER = Path(__file__).parent / "slurm"
 IMAGE = "registry.example.com/asyncrl:latest"

@@ -83,7 +83,7 @@ def parts(engine: str, tokens: int, coalesce: bool, requests: str = "") -> Playi
     (name,) = _config(2).mixture
     scores: Any = {name: TaskScoreReward(template)}
     player = GroupPlayer({name: SingleTurn()}, scores, template, EpisodeTimeouts(600.0, 600.0, None), failures)
-    return PlayingParts(client, {}, scores, player, 60.0, print)
+    return PlayingParts(client, {}, scores, player, 60.0, lambda text, traceback=None: print(text, traceback or ""))
 
 
 @cache
@@ -204,7 +204,7 @@ async def _all_in_flight(groups: ResumableGroups, count: int) -> dict[str, float
     phases = Counter[str]()
     while phases[PREFILL] + phases[DECODE] < count:
         await asyncio.sleep(1.0)
-        phases = Counter(one.activity.phase for _, _, siblings in groups.running() for one in siblings)
+        phases = Counter(one.activity.phase for group in groups.running() for one in group.siblings)
         groups.ledger()
     cpu, began = time.process_time(), time.monotonic()
     await asyncio.sleep(10.0)

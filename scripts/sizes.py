@@ -21,6 +21,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from asyncrl import CONF
 from asyncrl import config as configuration
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
@@ -32,7 +33,6 @@ from asyncrl.extensions.plan.sizing import Balance, FleetSpec, Hardware, Publish
 from asyncrl.extensions.plan.tensors import Weight, tensors
 from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.compose import find_further_confs
-from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import imagined, place
 from asyncrl.launch.precision import assumed
 

@@ -86,7 +86,7 @@ class SyntheticRun:
         for process, records in self._timeline(groups).items():
             for record in records:
                 self._timelines[process].write(record)
-        for writer in (self._records, self._scores, *self._timelines.values()):
+        for writer in self._writers():
             writer.flush()
         self.step += 1
         self._append("metrics.jsonl", self._metrics(groups))
@@ -101,8 +101,11 @@ class SyntheticRun:
 
     def close(self) -> None:
         """Close the writers."""
-        for writer in (self._records, self._scores, *self._timelines.values()):
+        for writer in self._writers():
             writer.close()
+
+    def _writers(self) -> list[Writer[Any]]:
+        return [self._records, self._scores, *self._timelines.values()]
 
     # -- content -------------------------------------------------------------------------------------------
 
