@@ -67,15 +67,14 @@ def draw_held_out(
     for index in range(offset, offset + limit):
         if len(prompts) == count:
             break
-        if (prompt := render(index)) is None:
-            continue
-        if prompt.identity not in prompts:
+        if (prompt := render(index)) is not None and prompt.identity not in prompts:
             prompts[prompt.identity] = msgspec.structs.replace(prompt, uid=f"e{next(serial):08d}")
     whole = bool(task.size) and (files or first is None)  # its own file: use all of its questions
     if len(prompts) < count and not whole:
         raise ConfigError(
             "eval.questions",
             count,
-            f"Task {name} has only {len(prompts)} distinct questions of up to {longest} tokens to hold out: lower it.",
+            f"Task {name} has only {len(prompts)} distinct questions of up to {longest} tokens, which is what "
+            "rollout.max_new_tokens leaves for a prompt: lower either of them.",
         )
     return list(prompts.values())

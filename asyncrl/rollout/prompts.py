@@ -159,8 +159,8 @@ class Prompts:
                     raise ConfigError(
                         "eval.questions",
                         self._questions,
-                        f"{MAX_SKIPS} training questions of {name} in a row are evaluation questions or longer than "
-                        f"{self._longest} tokens: lower it, or use a larger task.",
+                        f"{MAX_SKIPS} training questions of {name} in a row are evaluation questions, or longer than "
+                        f"the {self._longest} tokens that rollout.max_new_tokens leaves: lower one, or add questions.",
                     )
                 continue
             skipped = 0
