@@ -118,19 +118,19 @@ class Evaluations:
 
     async def now(self) -> list[Line]:
         """Return the lines of an evaluation of the newest version: of the one that has begun with it, or of a new one,
-        after the one that may be running. A request that is repeated shares the evaluation of the first."""
+        after the one that may be running. It goes on when a request for it is cancelled, and the next one shares it."""
         await self.ready.wait()
         if running := self._running:
-            lines = await running
+            lines = await asyncio.shield(running)
             if self._running is not running and self._running:
-                return await self._running
+                return await asyncio.shield(self._running)
             if self.evaluated is not None and self.evaluated == self.newest:
                 return lines
         if written := self._written():
             return written
         self.begin()
         assert self._running
-        return await self._running
+        return await asyncio.shield(self._running)
 
     async def _evaluate(self) -> list[Line]:
         """Evaluate every set, and write all lines together."""

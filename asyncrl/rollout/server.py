@@ -7,7 +7,7 @@
     POST /hold              weights are about to change: hold new requests back; 202 while a drain is in progress
     POST /version {"version": v}    every engine serves v: release requests, open admission; returns what the
                             engines must keep (engine/served.py)
-    POST /evaluate          answer the held-out questions; returns their lines of eval.jsonl
+    POST /evaluate          answer the held-out questions; returns their lines of eval.jsonl, and 202 until then
     POST /snapshot {"version": v}   the whole rollout state for a checkpoint, as bytes; between a version and its batch
     GET  /status            the ledger, and what the next batch waits for
     GET  /health            200 once rollouts run
@@ -18,11 +18,11 @@ Back-pressure: one part is encoded at a time, and the next batch can be taken on
 is published (with weights.overlap, the version before); and no more groups run than the buffer admits: (lead + 1)
 batches, plus oversample.
 
-The wait for a batch and for a drain is bounded by POLL_SECONDS and repeated by the trainer, which owns the deadline
-(rollout.batch_timeout). What waits for the processes that play (a publish, a snapshot) or for answers (an evaluation)
-has no bound here: the trainer's request has one. The trainer also repeats a request that this process died of, or
-before answering it, to the process that replaces it: each of them changes nothing the second time. The state that an
-answer tells of is in the journal before it is sent.
+The wait for a batch, a drain and an evaluation is bounded by POLL_SECONDS and repeated by the trainer, which owns the
+deadline (rollout.batch_timeout). What waits for the processes that play (a publish, a snapshot) has no bound here: the
+trainer's request has one. The trainer also repeats a request that this process died of, or before answering it, to the
+process that replaces it: each of them changes nothing the second time. The state that an answer tells of is in the
+journal before it is sent.
 """
 
 from __future__ import annotations
@@ -136,8 +136,12 @@ class RolloutServer:
         return JSONResponse(msgspec.to_builtins(self.inflight.served.in_use(version)))
 
     async def evaluate(self, _: Request) -> Response:
-        """Run an evaluation now, after one that may be running."""
-        return JSONResponse(await self._evaluations.now() if self._evaluations else [])
+        """Run an evaluation now, after one that may be running, and wait up to POLL_SECONDS for it."""
+        try:
+            async with asyncio.timeout(POLL_SECONDS):
+                return JSONResponse(await self._evaluations.now() if self._evaluations else [])
+        except TimeoutError:
+            return PlainTextResponse("questions are not answered yet", status_code=202)
 
     async def snapshot(self, request: Request) -> Response:
         """Return the whole rollout state, after everything recorded so far is flushed."""

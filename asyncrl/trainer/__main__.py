@@ -88,8 +88,13 @@ def main(run_dir: Path) -> None:
     rank.begins("end", version)
     saving.at_the_end(version, export=reason != ASKED)
     rank.phases.close()
+    evaluated: list[dict[str, Any]] | None = []
+    while config.eval_sets and reason != ASKED and (evaluated := batches.evaluate()) is None:
+        publisher.publish(version)  # as while training waits
+        publisher.finish()
     if parallel.is_first:
-        _tell_the_end(rank, source, log, {"reason": reason, "transport": transport, **checkpoints.figures()})
+        facts = {"reason": reason, "transport": transport, **checkpoints.figures()}
+        _tell_the_end(rank, source, log, facts, evaluated or [])
     _leave(log, rank.progress)
 
 
@@ -158,19 +163,16 @@ def _measured(rank: Rank, policy: Policy, publisher: VersionPublisher) -> Callab
     return update
 
 
-def _tell_the_end(rank: Rank, source: BatchSource, log: StepLog, facts: dict[str, Any]) -> None:
-    """Evaluate the final weights and write summary.json; a run that was asked to stop is only marked as stopped,
-    because it resumes later."""
+def _tell_the_end(
+    rank: Rank, source: BatchSource, log: StepLog, facts: dict[str, Any], evaluated: list[dict[str, Any]]
+) -> None:
+    """Write summary.json; a run that was asked to stop is only marked as stopped, because it resumes later."""
     config, run_dir = rank.config, rank.run_dir
     if facts["reason"] == ASKED:
         (run_dir / STOP).rename(run_dir / STOPPED)
         return
-    accuracy = accuracies([], [])
-    if config.eval_sets and config.mode == "train":
-        after = source.evaluate(timeout=config.rollout.batch_timeout)
-        lines = (run_dir / "eval.jsonl").read_text().splitlines()
-        accuracy = accuracies([json.loads(line) for line in lines[: len(after)]], after)
-    metrics = log.summary(config.run.reward_window)
+    before = Tail(run_dir / "eval.jsonl")()[: len(evaluated)]
+    accuracy, metrics = accuracies(before, evaluated), log.summary(config.run.reward_window)
     summary = {**facts, **metrics, **accuracy, **dtype_figures(json.loads((run_dir / MACHINE).read_text()))}
     for one in lookup.active(config).values():
         summary |= one.summary(config, run_dir, metrics)

@@ -40,8 +40,8 @@ class BatchSource(RolloutSide, ABC):
         """Return the encoded batch that turns `version` into the next, or its part number `part` of `parts`; nothing if
         `interrupt` returns True."""
 
-    def evaluate(self, timeout: float) -> list[dict[str, Any]]:
-        """Evaluate on the held-out questions now. Returns one line of eval.jsonl per set."""
+    def evaluate(self, interrupt: Callable[[], bool]) -> list[dict[str, Any]] | None:
+        """Evaluate on the held-out questions now. Returns one line of eval.jsonl per set; None if interrupted."""
         return []
 
     def snapshot(self, version: int) -> bytes:
@@ -62,12 +62,49 @@ class RolloutClient(BatchSource):
         self._http = httpx.Client(base_url=url, timeout=60.0, limits=limits, **access.http)
 
     def batch(self, version: int, part: int = 0, parts: int = 1, *, interrupt: Callable[[], bool]) -> bytes:
-        """Return the encoded batch that turns `version` into the next, or its part number `part` of `parts`. Asks again
-        until it is ready, and returns nothing if `interrupt`, which is called between requests, returns True."""
+        """Return a batch, or its part, once it is ready. `interrupt` is called between requests."""
+        what = f"batch {version}" if parts == 1 else f"part {part} of batch {version}"
+        return self._wait(what, "GET", "/batch", interrupt, params={"version": version, "part": part, "parts": parts})
+
+    def hold(self) -> None:
+        """Hold back new requests. With weights.pause_mode=drain, wait until those in flight are answered."""
+        self._wait("the answers in flight (weights.pause_mode=drain)", "POST", "/hold")
+
+    def announce(self, version: int) -> InUse:
+        """Announce that every engine serves `version`. Returns what they must keep."""
+        what, longest = f"all processes to learn of version {version}", self._batch_timeout
+        told = self._wait(what, "POST", "/version", longest=longest, json={"version": version})
+        return msgspec.json.decode(told, type=InUse)
+
+    def evaluate(self, interrupt: Callable[[], bool]) -> list[dict[str, Any]] | None:
+        """Evaluate on the held-out questions now. Returns one line of eval.jsonl per set, as `batch` returns one."""
+        lines = self._wait("an evaluation", "POST", "/evaluate", interrupt)
+        return list(msgspec.json.decode(lines)) if lines else None
+
+    def snapshot(self, version: int) -> bytes:
+        """Return the state of the rollout side between this version and its batch."""
+        what, longest = f"the rollout state at version {version}", self._batch_timeout
+        return self._wait(what, "POST", "/snapshot", longest=longest, json={"version": version})
+
+    def status(self) -> dict[str, Any]:
+        """Return the ledger, and what the rollout side waits for."""
+        return dict(msgspec.json.decode(self._wait("the status of the rollout process", "GET", "/status")))
+
+    def _wait(
+        self,
+        what: str,
+        method: str,
+        path: str,
+        interrupt: Callable[[], bool] = lambda: False,
+        longest: float = 60.0,
+        **content: Any,
+    ) -> bytes:
+        """Repeat a request, which may take `longest` seconds each time, until it is answered with 200, and return its
+        content; nothing if `interrupt`, which is called in between, returns True."""
         deadline = time.monotonic() + self._batch_timeout
-        reason = "the rollout server has not answered yet"
         while True:
-            response = self._request("GET", "/batch", params={"version": version, "part": part, "parts": parts})
+            left = max(1.0, deadline - time.monotonic())
+            response = self._request(method, path, timeout=min(longest, left), **content)
             if isinstance(response, str):
                 reason = response
                 time.sleep(RETRY_SECONDS)
@@ -78,55 +115,7 @@ class RolloutClient(BatchSource):
             if interrupt():
                 return b""
             if time.monotonic() > deadline:
-                what = f"batch {version}" if parts == 1 else f"part {part} of batch {version}"
                 raise DeadlineExceeded(what, self._batch_timeout, reason)
-
-    def hold(self) -> None:
-        """Hold back new requests. With weights.pause_mode=drain, wait until those in flight are answered."""
-        deadline = time.monotonic() + self._batch_timeout
-        while (response := self._ask("POST", "/hold", deadline=deadline)).status_code == 202:
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    "the answers in flight (weights.pause_mode=drain)", self._batch_timeout, response.text
-                )
-
-    def announce(self, version: int) -> InUse:
-        """Announce that every engine serves `version`. Returns what they must keep."""
-        body = {"version": version}
-        told = self._ask("POST", "/version", body, timeout=self._batch_timeout).content  # until all processes know it
-        return msgspec.json.decode(told, type=InUse)
-
-    def evaluate(self, timeout: float) -> list[dict[str, Any]]:
-        """Evaluate on the held-out questions now. Returns one line of eval.jsonl per set."""
-        return list(self._ask("POST", "/evaluate", timeout=timeout).json())
-
-    def snapshot(self, version: int) -> bytes:
-        """Return the state of the rollout side between this version and its batch."""
-        return self._ask("POST", "/snapshot", {"version": version}, timeout=self._batch_timeout).content
-
-    def status(self) -> dict[str, Any]:
-        """Return the ledger, and what the rollout side waits for."""
-        return dict(self._ask("GET", "/status").json())
-
-    def _ask(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        timeout: float = 60.0,
-        deadline: float | None = None,
-    ) -> httpx.Response:
-        """Return the answer to a request, which may take `timeout` seconds each time, and is repeated until the
-        deadline, by default rollout.batch_timeout from now."""
-        deadline = time.monotonic() + self._batch_timeout if deadline is None else deadline
-        while True:
-            left = max(1.0, deadline - time.monotonic())
-            response = self._request(method, path, json=body, timeout=min(timeout, left))
-            if not isinstance(response, str):
-                return response
-            if time.monotonic() > deadline:
-                raise PeerFailed(response)
-            time.sleep(RETRY_SECONDS)
 
     def _request(self, method: str, path: str, **content: Any) -> httpx.Response | str:
         """Return the answer to a request, or why it must be repeated. Raises PeerFailed if the server refuses it."""

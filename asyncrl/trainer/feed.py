@@ -8,11 +8,12 @@ on failure    rank 0 raises PeerFailed or DeadlineExceeded; the other ranks get 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from asyncrl.parallel import Parallel
+from asyncrl.parallel import Parallel, from_first
 from asyncrl.schema import Batch, decode_batch
 from asyncrl.trainer.batch_source import BatchSource
 
@@ -62,6 +63,10 @@ class BatchFeed:
         assert batch.version == version, f"asked for batch {version}, received {batch.version}"
         self._take_back()
         return batch
+
+    def evaluate(self) -> list[dict[str, Any]] | None:
+        """Return the lines of an evaluation of what is served; None if `interrupt` says that none will come."""
+        return from_first(self._source.evaluate(self._interrupt) if self._source else None, self._group)
 
     def _fetch(self, version: int, part: int) -> bytes:
         """Return the part, or what comes instead of it."""

@@ -97,12 +97,15 @@ class FakeEvaluations:
 
     def __init__(self) -> None:
         self.asked: list[int | str] = []
+        self.ends = asyncio.Event()
+        self.ends.set()
 
     def published(self, version: int) -> None:
         self.asked.append(version)
 
     async def now(self) -> list[dict[str, Any]]:
         self.asked.append("now")
+        await self.ends.wait()
         return [{"accuracy": 0.5}]
 
 

@@ -246,14 +246,23 @@ def test_evaluation_on_request_comes_after_the_one_under_way() -> None:
 
 
 def test_repeated_request_shares_the_evaluation_of_the_first() -> None:
-    """As when a connection breaks, and the server lives."""
+    """As when a connection breaks, and the server lives. A request that is cancelled, at any point, ends none."""
 
     async def play(site: Site) -> None:
         site.gate.clear()
         site.evaluations.published(5)
         site.evaluations.published(6)
-        asking = [asyncio.create_task(site.evaluations.now()) for _ in range(2)]
+        asking = [asyncio.create_task(site.evaluations.now()) for _ in range(3)]
         await until(lambda: site.alive == 6)
+        asking.pop().cancel()
+        site.gate.set()
+        await until(lambda: len(site.lines) == 2)
+        site.gate.clear()
+        asking += [asyncio.create_task(site.evaluations.now()) for _ in range(2)]
+        await until(lambda: site.alive == 6)
+        asking.pop().cancel()
+        asking.pop(0).cancel()  # the one for which the second evaluation began
+        await asyncio.sleep(0)
         site.gate.set()
         assert await asking[0] == await asking[1] == site.lines[2:]
         assert len(site.lines) == 4

@@ -488,6 +488,16 @@ def test_figures_cover_commits_since_the_last_batch() -> None:
     at(play)
 
 
+def test_evaluation_that_lasts_is_asked_for_again() -> None:
+    async def play(site: Site) -> None:
+        site.evaluations.ends.clear()
+        assert (await site.http.post("/evaluate")).status_code == 202
+        site.evaluations.ends.set()
+        assert (await site.http.post("/evaluate")).json() == [{"accuracy": 0.5}]
+
+    at(play)
+
+
 def test_evaluation_runs_on_request_and_hears_of_versions() -> None:
     async def play(site: Site) -> None:
         assert (await site.http.post("/evaluate")).json() == [{"accuracy": 0.5}]

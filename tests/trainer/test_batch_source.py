@@ -50,7 +50,7 @@ DEATHS = [
 def test_requests_repeat_to_the_process_replacing_a_dead_one(death: Answer) -> None:
     assert source(death, death, httpx.Response(200, content=b"batch")).batch(0, interrupt=never) == b"batch"
     assert source(death, httpx.Response(200, content=b"state")).snapshot(0) == b"state"
-    assert source(death, httpx.Response(200, json=[{}])).evaluate(60.0) == [{}]
+    assert source(death, httpx.Response(200, json=[{}])).evaluate(never) == [{}]
     assert source(death, httpx.Response(200, json={"versions": [], "past": {}})).announce(1).versions == []
     source(death, httpx.Response(202), death, httpx.Response(200)).hold()
     # by which trainers that start again learn where to go on, while the rollout process is started again, too
@@ -62,8 +62,10 @@ def test_death_without_a_successor_is_told_at_the_deadline(death: Answer) -> Non
     found = source(death, timeout=0.0)
     with pytest.raises(DeadlineExceeded, match="batch 0: the rollout server"):
         found.batch(0, interrupt=never)
-    with pytest.raises(PeerFailed, match="the rollout server"):
+    with pytest.raises(DeadlineExceeded, match=r"the answers in flight .*: the rollout server"):
         found.hold()
+    with pytest.raises(DeadlineExceeded, match="the status of the rollout process: the rollout server"):
+        found.status()
 
 
 def test_wait_that_ends_says_what_the_rollout_side_waited_for() -> None:
@@ -79,5 +81,6 @@ def test_refusal_of_the_service_ends_the_wait_with_its_text() -> None:
         source(httpx.Response(409, text=text)).snapshot(3)
 
 
-def test_wait_ends_when_no_batch_will_come() -> None:
+def test_waits_end_when_nothing_will_come() -> None:
     assert source(httpx.Response(202)).batch(0, interrupt=lambda: True) == b""
+    assert source(httpx.Response(202)).evaluate(lambda: True) is None
