@@ -46,10 +46,10 @@ class CheckpointStore:
     def lacks(self, size: int) -> str | None:
         """Say why a checkpoint of so many bytes does not fit on the disk; return None if it does."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.folder).free
-        if free >= size + SPARE_BYTES:
+        needed, free = size + SPARE_BYTES, shutil.disk_usage(self.folder).free
+        if free >= needed:
             return None
-        return f"it takes {size / 1e9:.2f} GB, but the disk of {self.folder} has only {free / 1e9:.2f} GB left"
+        return f"it needs {needed / 1e9:.2g} GB, but the disk of {self.folder} has only {free / 1e9:.2g} GB left"
 
     def make_room(self, version: int) -> Path:
         """Create an empty folder for this version. An existing one was rolled back or never completed, and is

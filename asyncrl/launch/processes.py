@@ -248,7 +248,7 @@ class Supervisor:
         text = "\n".join([text, *self._policy.recoveries()])
         text += f"\nended afterwards: {', '.join(others)}" if others else ""
         where = [self._run_dir, Path(tempfile.gettempdir()), SHARED]
-        return "\n".join([text, *full(where), *shared_memory(code, lines)])
+        return "\n".join([text, *full(where), *shared_memory(code, text, self._run_dir)])
 
     def _describe(self, stalls: Stalls, stalled: Sequence[Stalled]) -> str:
         """Describe what the stalled processes, and all others that report their progress, are doing. The processes of a

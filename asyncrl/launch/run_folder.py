@@ -156,10 +156,11 @@ def explained(error: OSError, run_dir: Path) -> str | None:
     return "\n".join([f"the run has ended: {error}", *lines]) if lines or lacks_space else None
 
 
-def shared_memory(code: int, log: Iterable[str]) -> list[str]:
-    """Return a line about /dev/shm if a process that ended so may have found too little room there. Once it has ended,
-    there may be room again."""
-    if code != -signal.SIGBUS and not any(os.strerror(errno.ENOSPC) in line for line in log):
+def shared_memory(code: int, told: str, run_dir: Path) -> list[str]:
+    """Return a line about /dev/shm if a process that ended so, and told this, may have found too little room there: not
+    if it names the run's folder. Once it has ended, there may be room again."""
+    lacking = [line for line in told.splitlines() if os.strerror(errno.ENOSPC) in line]
+    if code != -signal.SIGBUS and (not lacking or any(str(run_dir) in line for line in lacking)):
         return []
     size = shutil.disk_usage(SHARED)
     room = f"{SHARED} has {size.free / 1e6:.0f} MB free of {size.total / 1e6:.0f} MB"

@@ -321,6 +321,13 @@ def test_removed_run_folder_is_told(run_id: str, tmp_path: Path) -> None:
     assert f"No such file or directory: {run_dir}. It was removed or moved during the run" in str(caught.value)
 
 
+def test_a_full_disk_of_the_run_is_not_blamed_on_shared_memory(run_id: str, tmp_path: Path) -> None:
+    fails = f"import os; raise OSError(28, os.strerror(28), {str(tmp_path / 'hf')!r})"
+    with pytest.raises(ProcessDied, match="No space left") as caught:
+        supervise(run_id, tmp_path, spec(run_id, "trainer-0", fails, ends=True))
+    assert "/dev/shm" not in str(caught.value)
+
+
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 7)", "raise OSError(28, os.strerror(28))"])
 def test_little_shared_memory_is_told_and_swept(
     end: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
