@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -73,8 +75,18 @@ def compose(conf: Path) -> list[Composed]:
     try:
         hydra.main(version_base=None, config_path=str(conf), config_name="train")(keep)()
         return [Composed(plain(one), overrides) for one, overrides in composed]
+    except OverrideParseException as error:
+        field, given, text = error.override.partition("=")
+        remedy = f"A text needs quotes: {shlex.quote(argument(field, text))}" if given else "Write FIELD=VALUE."
+        raise CompositionError(f"{error.override}: Hydra cannot read it. {remedy}") from None
     except (HydraException, OmegaConfBaseException) as error:
-        raise CompositionError(f"{_first_line(error)}. {_spelling(str(error))}") from None
+        raise CompositionError(f"{str(error).strip().splitlines()[0].rstrip('.')}. {_spelling(str(error))}") from None
+
+
+def argument(field: str, text: str) -> str:
+    """Return the argument that sets a field to this text, in quotes unless it is a plain path."""
+    plain = re.fullmatch(r"[A-Za-z0-9_.-]*/[A-Za-z0-9_/.-]*", text)
+    return f"{field}={text if plain else QuotedString(text, Quote.double).with_quotes()}"
 
 
 def with_flags_replaced(words: list[str]) -> list[str] | None:
@@ -195,10 +207,6 @@ def check_resume(values: dict[str, Any], composed: DictConfig) -> None:
     if values.get("resume") == "auto" and "${now:" in str(unresolved["run"]["dir"]):
         remedy = "run.dir is a new folder each time: set run.dir=FOLDER, so that the same command finds it again."
         raise ConfigError("resume", "auto", remedy)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")
 
 
 LISTED = "asyncrl-train --help all lists every field and group."

@@ -21,6 +21,7 @@ from asyncrl.checkpoints.store import FOLDER, CheckpointStore
 from asyncrl.config import Config, under_new_names
 from asyncrl.errors import ConfigError, RecordError
 from asyncrl.jsonl import Tail, replace_text
+from asyncrl.launch.compose import argument
 from asyncrl.launch.leftovers import sweep
 from asyncrl.network.addresses import FILE, LOST, READY
 
@@ -137,7 +138,7 @@ def advice(run_dir: Path, arguments: Sequence[str], config: Config) -> str:
     if not versions and not (config.own_mode and config.own_mode.continues):
         return "; it has no checkpoint (checkpoint.every), so it starts over"
     kept = [one for one in arguments if not one.startswith(("resume=", "run.dir=", "run.overwrite="))]
-    command = shlex.join(["asyncrl-train", *kept, f"run.dir={run_dir}", "resume=auto"])
+    command = shlex.join(["asyncrl-train", *kept, argument("run.dir", str(run_dir)), "resume=auto"])
     newest = f"the newest checkpoint is version {max(versions)}" if versions else "what it has done so far is kept"
     return f"; {newest}. To go on: {command}"
 

@@ -100,32 +100,24 @@ class RolloutClient(BatchSource):
         **content: Any,
     ) -> bytes:
         """Repeat a request, which may take `longest` seconds each time, until it is answered with 200, and return its
-        content; nothing if `interrupt`, which is called in between, returns True."""
+        content; nothing if `interrupt`, which is called in between, returns True. Raises PeerFailed if refused."""
         deadline = time.monotonic() + self._batch_timeout
         while True:
             left = max(1.0, deadline - time.monotonic())
-            response = self._request(method, path, timeout=min(longest, left), **content)
-            if isinstance(response, str):
-                reason = response
-                time.sleep(RETRY_SECONDS)
-            elif response.status_code == 200:
-                return response.content
-            else:
-                reason = response.text
+            try:
+                response = self._http.request(method, path, timeout=min(longest, left), **content)
+                if response.status_code == 200:
+                    return response.content
+                code, reason = response.status_code, response.text
+            except httpx.TransportError as error:
+                code, reason = None, f"the rollout server did not answer {path}: {type(error).__name__} {error}"
+            if code and code != 202:
+                reason = f"the rollout server answered {path} with {code}: {reason[:500]}"
+                if code < 500:
+                    raise PeerFailed(reason)
             if interrupt():
                 return b""
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(what, self._batch_timeout, reason)
-
-    def _request(self, method: str, path: str, **content: Any) -> httpx.Response | str:
-        """Return the answer to a request, or why it must be repeated. Raises PeerFailed if the server refuses it."""
-        try:
-            response = self._http.request(method, path, **content)
-        except httpx.TransportError as error:
-            return f"the rollout server did not answer {path}: {type(error).__name__} {error}"
-        told = f"the rollout server answered {path} with {response.status_code}: {response.text[:500]}"
-        if response.status_code >= 500:
-            return told
-        if response.status_code not in (200, 202):
-            raise PeerFailed(told)
-        return response
+            if code != 202:  # there is no server, or one with an error
+                time.sleep(RETRY_SECONDS)

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from asyncrl.config import Section, load
 from asyncrl.errors import ConfigError, ProcessDied
 from asyncrl.launch import help, run
 from asyncrl.launch import main as module
-from asyncrl.launch.compose import check_resume
+from asyncrl.launch.compose import argument, check_resume
 from asyncrl.launch.main import CONF
 from asyncrl.launch.resume import lock
 from asyncrl.launch.run_folder import MARK, explained, prepare, take
@@ -106,6 +107,21 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 )
 def test_misspelt_option_or_field_is_answered_with_the_nearest(word: str, near: str, tmp_path: Path) -> None:
     assert f"Did you mean {near}" in command(word, cwd=tmp_path).stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [("run.dir=lr=1", """A text needs quotes: 'run.dir="lr=1"'"""), ("run.dir", "Write FIELD=VALUE.")],
+)
+def test_what_hydra_cannot_read_is_told_with_its_remedy(word: str, remedy: str, tmp_path: Path) -> None:
+    assert f"{word}: Hydra cannot read it. {remedy}" in command(word, cwd=tmp_path).stderr
+
+
+@pytest.mark.parametrize(
+    "text", ["/runs/a-1_b.c", "lr=1,2", "ünï it's", 'a "b"', "{a: 1}", "back\\slash \\", "", "null"]
+)
+def test_argument_of_any_text_is_read_as_that_text(text: str) -> None:
+    assert OverridesParser.create().parse_override(argument("run.dir", text)).value() == text
 
 
 @pytest.mark.parametrize(

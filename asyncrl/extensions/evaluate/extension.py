@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +107,7 @@ class EvaluateLaunch(extension.LaunchHooks):
         """Yield the results."""
         if config.mode == MODE:
             yield "every question", str(run_dir / RESULTS)
-            yield "compare", f"asyncrl-inspect {run_dir} OTHER --compare"
+            yield "compare", shlex.join(["asyncrl-inspect", str(run_dir), "OTHER", "--compare"])
 
 
 class EvaluatePlayer(extension.PlayerHooks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -91,9 +92,9 @@ class SinkLaunch(extension.LaunchHooks):
     def offers(self, config: Config, run_dir: Path) -> Iterator[tuple[str, str]]:
         """Yield the commands that show the curves."""
         if "tensorboard" in self._names:
-            yield "curves", f"tensorboard --logdir {run_dir}/tb"
+            yield "curves", shlex.join(["tensorboard", "--logdir", f"{run_dir}/tb"])
         if "mlflow" in self._names and (run_dir / "mlruns").exists():
-            yield "curves", f"mlflow ui --backend-store-uri {run_dir}/mlruns"
+            yield "curves", shlex.join(["mlflow", "ui", "--backend-store-uri", f"{run_dir}/mlruns"])
 
 
 class SinkExtension(extension.Extension):

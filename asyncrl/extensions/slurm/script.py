@@ -14,6 +14,7 @@ from pathlib import Path
 
 from asyncrl.config import ClusterConfig
 from asyncrl.extensions.slurm.extension import SlurmSettings
+from asyncrl.launch.compose import argument
 from asyncrl.network.addresses import PAUSED
 
 
@@ -49,7 +50,7 @@ class Script:
         ((folder, arguments),) = self.runs
         first, *more = [as_options({**self._lasting(), **part}, "") for part in self._components()]
         options = [*first, *(word for part in more for word in (":", *part))]
-        command = shlex.join([self.command, *arguments, f"run.dir={folder}"])
+        command = shlex.join([self.command, *arguments, argument("run.dir", str(folder))])
         return f"#!/bin/bash\n# {self.name}, in the foreground\nsalloc {shlex.join(options)} {command}\n"
 
     def _header(self) -> list[str]:
@@ -83,7 +84,7 @@ class Script:
 
     def _arguments(self) -> list[str]:
         resume = ["resume=auto"] if self.slurm.requeues else []
-        told = [[*arguments, f"run.dir={folder}", *resume] for folder, arguments in self.runs]
+        told = [[*arguments, argument("run.dir", str(folder)), *resume] for folder, arguments in self.runs]
         if len(told) == 1:
             return [f"run=({shlex.join([self.command, *told[0]])})"]
         cases = [f"  {number}) run=({shlex.join([self.command, *one])}) ;;" for number, one in enumerate(told)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,9 +26,9 @@ class Hooks(extension.LaunchHooks):
 
     def offers(self, config: Config, run_dir: Path) -> Iterator[tuple[str, str]]:
         """Yield the page, and what shows groups if they were recorded."""
-        yield "the run as a page", f"asyncrl-watch {run_dir}"
+        yield "the run as a page", shlex.join(["asyncrl-watch", str(run_dir)])
         if config.record:
-            yield "groups and tokens", f"asyncrl-inspect {run_dir}"
+            yield "groups and tokens", shlex.join(["asyncrl-inspect", str(run_dir)])
 
 
 class View(extension.Extension):

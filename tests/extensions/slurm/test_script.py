@@ -68,6 +68,11 @@ def test_two_runs_are_an_array_with_a_case_each(tmp_path: Path) -> None:
     assert f"cd '{tmp_path}/a folder'\n" in text
 
 
+def test_folder_of_any_name_is_read_by_bash_and_hydra() -> None:
+    for text in (made(Path("runs/lr=1,2")).text(), made(Path("runs/lr=1,2")).interactive()):
+        assert """'run.dir="runs/lr=1,2"'""" in text
+
+
 def test_machines_without_gpus_ask_for_none() -> None:
     config = {"cluster.gpus": 4, "cluster.cpu_nodes": 1, "slurm.sbatch": {"gres": "gpu:4", "account": "us"}}
     found = options(made(**config).text())
