@@ -93,8 +93,7 @@ def main(run_dir: Path) -> None:
         publisher.publish(version)  # as while training waits
         publisher.finish()
     if parallel.is_first:
-        facts = {"reason": reason, "transport": transport, **checkpoints.figures()}
-        _tell_the_end(rank, source, log, facts, evaluated or [])
+        _tell_the_end(rank, source, log, evaluated or [], reason=reason, transport=transport, **checkpoints.figures())
     _leave(log, rank.progress)
 
 
@@ -163,9 +162,7 @@ def _measured(rank: Rank, policy: Policy, publisher: VersionPublisher) -> Callab
     return update
 
 
-def _tell_the_end(
-    rank: Rank, source: BatchSource, log: StepLog, facts: dict[str, Any], evaluated: list[dict[str, Any]]
-) -> None:
+def _tell_the_end(rank: Rank, source: BatchSource, log: StepLog, evaluated: list[dict[str, Any]], **facts: Any) -> None:
     """Write summary.json; a run that was asked to stop is only marked as stopped, because it resumes later."""
     config, run_dir = rank.config, rank.run_dir
     if facts["reason"] == ASKED:

@@ -72,8 +72,8 @@ class RolloutClient(BatchSource):
 
     def announce(self, version: int) -> InUse:
         """Announce that every engine serves `version`. Returns what they must keep."""
-        what, longest = f"all processes to learn of version {version}", self._batch_timeout
-        told = self._wait(what, "POST", "/version", longest=longest, json={"version": version})
+        what = f"all processes to learn of version {version}"
+        told = self._wait(what, "POST", "/version", longest=self._batch_timeout, json={"version": version})
         return msgspec.json.decode(told, type=InUse)
 
     def evaluate(self, interrupt: Callable[[], bool]) -> list[dict[str, Any]] | None:
@@ -83,8 +83,8 @@ class RolloutClient(BatchSource):
 
     def snapshot(self, version: int) -> bytes:
         """Return the state of the rollout side between this version and its batch."""
-        what, longest = f"the rollout state at version {version}", self._batch_timeout
-        return self._wait(what, "POST", "/snapshot", longest=longest, json={"version": version})
+        what = f"the rollout state at version {version}"
+        return self._wait(what, "POST", "/snapshot", longest=self._batch_timeout, json={"version": version})
 
     def status(self) -> dict[str, Any]:
         """Return the ledger, and what the rollout side waits for."""

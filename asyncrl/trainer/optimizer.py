@@ -121,7 +121,8 @@ class NetworkOptimizer:
         return norm, True
 
     def start_anew(self) -> None:
-        """Start again from weights that were changed from outside: with new master weights, and without moments."""
+        """Start again from weights that were changed from outside: copy them to the master weights, and forget the
+        moments."""
         self.memory.bring()
         self._optimizer.reload_model_params()
         for part in self._parts():
