@@ -10,8 +10,8 @@ import pytest
 from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.table import build_table
-from asyncrl.envs.toys import HigherLower
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.games.higher_lower import HigherLower
 from asyncrl.schema import Group, Message, Trajectory
 from asyncrl_recipes.guided.agent import Guided
 from asyncrl_recipes.guided.hints import half

@@ -85,9 +85,21 @@ def test_question_that_is_no_more_is_no_part_of_a_resumed_run(tokenizer: Any, fi
             prompts.again("p0", task, index)
 
 
+class Alike:
+    """A game whose questions have one text."""
+
+    def question(self, index: int) -> dict[str, Any]:
+        """Return the question with its seed."""
+        return {"messages": [{"role": "user", "content": " "}], "seed": index}
+
+    def score(self, text: str, record: dict[str, Any]) -> float:
+        """Return 0."""
+        return 0.0
+
+
 def test_questions_of_one_text_are_told_apart_by_their_seeds(tokenizer: Any) -> None:
     """Games open alike: some are held out, and the others are trained."""
-    kind = {"task.kind": "asyncrl.envs.toys:HigherLower", "task.params": {}, "task.name": "game"}
+    kind = {"task.kind": f"{__name__}:Alike", "task.params": {}, "task.name": "game"}
     prompts = build(tokenizer, **kind, **{"eval.questions": 20})
     drawn = first(prompts, 50, "game")
     assert len(ids([*prompts.held_out["game"], *drawn])) == 1

@@ -1,1 +1,2 @@
-"""Games of textarena and environments of gymnasium as tasks: task.kind=textarena and task.kind=gymnasium."""
+"""Games of textarena and environments of gymnasium as tasks: task.kind=textarena and task.kind=gymnasium. A game of our
+own for tiny models: task=higher_lower."""

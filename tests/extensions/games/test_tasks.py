@@ -21,7 +21,7 @@ GAMES: dict[str, dict[str, Any]] = {
     "2048": {"kind": "textarena", "name": "2048-v0"},
     "lake": {"kind": "gymnasium", "name": "FrozenLake-v1", "params": {"make": {"is_slippery": False}}},
     "taxi": {"kind": "gymnasium", "name": "Taxi-v4"},
-    "digits": {"kind": "asyncrl.envs.toys:HigherLower", "name": "digits"},
+    "digits": {"kind": "asyncrl.extensions.games.higher_lower:HigherLower", "name": "digits"},
 }
 MATCHES: dict[str, dict[str, Any]] = {
     "tictactoe": {"kind": "textarena", "name": "TicTacToe-v0", "params": {"players": 2}},

@@ -21,7 +21,7 @@ from tests.forks import forked
 
 OWN = """\
 experiment: tiny
-task: higher_lower
+task: products
 run: {name: mine, max_steps: 3}
 trainer.optimizer.lr: 2e-3
 rollout:
@@ -31,7 +31,7 @@ algo.loss: {name: gspo, clip_low: 3e-4}
 algo.advantage: rloo
 engine.server_args: {schedule_policy: fcfs}
 agent_params: {options: [{deep: null}, 1.5, true]}
-+task@eval.sets.harder: products
++task@eval.sets.harder: word_sorting
 """
 
 
@@ -49,7 +49,7 @@ def composed(*words: str) -> dict[str, Any]:
 def test_settings_of_an_own_file_are_those_of_the_run(own: Path) -> None:
     values = composed("--config", str(own))
     assert values["model"]["path"] == "builtin:tiny"  # of the experiment that it names
-    assert values["task"]["name"] == "higher_lower"
+    assert values["task"]["name"] == "products"
     assert (values["run"]["name"], values["run"]["max_steps"]) == ("mine", 3)
     assert values["trainer"]["optimizer"]["lr"] == 2e-3
     assert values["rollout"]["stop"] == ["it's", "back\\", "mine"]
@@ -57,7 +57,7 @@ def test_settings_of_an_own_file_are_those_of_the_run(own: Path) -> None:
     assert values["algo"]["advantage"]["name"] == "rloo"
     assert values["engine"]["server_args"]["schedule_policy"] == "fcfs"
     assert values["agent_params"] == {"options": [{"deep": None}, 1.5, True]}
-    assert values["eval"]["sets"]["harder"]["name"] == "products"
+    assert values["eval"]["sets"]["harder"]["name"] == "word_sorting"
 
 
 def test_command_line_wins_over_the_own_file(own: Path) -> None:

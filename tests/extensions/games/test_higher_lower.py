@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.envs.env import Step
-from asyncrl.envs.toys import HigherLower
+from asyncrl.extensions.games.higher_lower import HigherLower
 
 
 def halve(game: HigherLower, secret: int) -> list[Step]:
