@@ -173,7 +173,7 @@ def place(error: BaseException) -> str:
         if isinstance(found, SyntaxError) and found.filename:
             return f"{found.filename}:{found.lineno}"
         frames = [(frame.f_code, line) for frame, line in walk_tb(found.__traceback__)]
-        others = [(code, line) for code, line in frames if not _is_ours(code.co_filename)]
+        others = [(code, line) for code, line in frames if not is_ours(code.co_filename)]
         users = [one for one in others if not any(part in one[0].co_filename for part in _PACKAGES)]
         if others:
             code, line = (users or others)[-1]
@@ -194,7 +194,7 @@ def is_of_user(place: str) -> bool:
     return bool(place) and not any(part in place for part in _PACKAGES)
 
 
-def _is_ours(file: str) -> bool:
+def is_ours(file: str) -> bool:
     """Return whether a file belongs to asyncrl or to Python itself."""
     installed = any(part in file for part in _PACKAGES)
     return file.startswith((_OURS, "<")) or (file.startswith(_PYTHONS) and not installed)

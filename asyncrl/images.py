@@ -1,4 +1,4 @@
-"""Images in messages, and their names.
+"""Messages, and the images in them with their names.
 
 An image is a part of a message's content, in the form of chat templates or of the OpenAI API:
 
@@ -56,6 +56,18 @@ class ImageReader:
 
     def close(self) -> None:
         """Release what is held, after the images that are being read."""
+
+
+def are_messages(value: object) -> bool:
+    """Return whether a user's value is a list of messages."""
+    return isinstance(value, list | tuple) and all(isinstance(one, dict) and _is_message(one) for one in value)
+
+
+def _is_message(one: Message) -> bool:
+    content = one.get("content")
+    parts = content if isinstance(content, list | tuple) else ()
+    readable = content is None or (isinstance(content, str | list | tuple) and all(isinstance(x, dict) for x in parts))
+    return isinstance(one.get("role"), str) and ("content" in one or "tool_calls" in one) and readable
 
 
 def image_name(png: bytes) -> str:

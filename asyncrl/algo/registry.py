@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import ValidationError, create_model
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.settings import Choice, Section
 from asyncrl.user_code import load
 
@@ -42,8 +42,16 @@ class Algorithm(Generic[T]):
         return self.call(self.function, *arguments)
 
     def call(self, function: Function, *arguments: Any) -> Tensor:
-        """Call this function, or another one that belongs to the algorithm, with the settings that it has."""
-        return function(*arguments, **{name: self.settings[name] for name in _settings_of(function)})
+        """Call this function, or another one that belongs to the algorithm, with the settings that it has. Raises
+        AsyncRLError if it does not return a tensor with a value for each token of the last argument."""
+        found = function(*arguments, **{name: self.settings[name] for name in _settings_of(function)})
+        shape, tokens = getattr(found, "shape", type(found)), arguments[-1].behaviour.shape
+        if shape != tokens:
+            name = f"{function.__module__}:{function.__qualname__}"
+            raise AsyncRLError(
+                f"{name} must return a tensor with a value for each token, {tokens}, and returned {shape}"
+            )
+        return found
 
 
 class AlgorithmRegistry(Generic[T]):

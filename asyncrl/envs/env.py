@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from asyncrl.images import are_messages
 from asyncrl.schema import Message, number
 from asyncrl.user_code import check_arguments, load, made
 
@@ -39,9 +40,18 @@ class Step:
     """Values for logs; nothing reads them."""
 
     def plain(self) -> Step:
-        """Return the step with rewards as Python floats. Raises ValueError if a reward is not a finite number."""
+        """Return the step with rewards as Python floats. Raises ValueError for other rewards, and other messages."""
+        if not isinstance(self.messages, str):
+            checked(self.messages, "step")
         rewards = {str(role): number(reward, f"the reward of {role}") for role, reward in self.rewards.items()}
         return replace(self, reward=number(self.reward, "the reward of a step"), rewards=rewards)
+
+
+def checked(messages: Any, method: str) -> list[Message]:
+    """Return messages that a method of an environment gave, as a list. Raises ValueError for anything else."""
+    if not are_messages(messages):
+        raise ValueError(f"the messages of {method} are {messages!r:.80}: each must have role and content")
+    return list(messages)
 
 
 class Env(Protocol):

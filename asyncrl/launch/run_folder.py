@@ -126,6 +126,8 @@ REMEDIES = {
 }
 """What to do about a folder where writing fails."""
 SHARED_REMEDY = "enlarge it (mount -o remount,size=16g /dev/shm; docker run --shm-size=16g)"
+SHARED_ENOUGH = 16 << 30
+"""Free bytes there with which it is not the cause."""
 PROBE = 64 << 10
 """Bytes written to test a folder."""
 
@@ -158,10 +160,11 @@ def explained(error: OSError, run_dir: Path) -> str | None:
 
 def shared_memory(code: int, told: str, run_dir: Path) -> list[str]:
     """Return a line about /dev/shm if a process that ended so, and told this, may have found too little room there: not
-    if it names the run's folder. Once it has ended, there may be room again."""
+    if it names the run's folder, or what the remedy would give is free. Once it has ended, there may be room again."""
     lacking = [line for line in told.splitlines() if os.strerror(errno.ENOSPC) in line]
     if code != -signal.SIGBUS and (not lacking or any(str(run_dir) in line for line in lacking)):
         return []
     size = shutil.disk_usage(SHARED)
     room = f"{SHARED} has {size.free / 1e6:.0f} MB free of {size.total / 1e6:.0f} MB"
-    return [f"{room}, which may be too little for what processes share: {SHARED_REMEDY}."]
+    text = f"{room}, which may be too little for what processes share: {SHARED_REMEDY}."
+    return [text] if size.free < SHARED_ENOUGH else []

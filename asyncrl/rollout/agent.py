@@ -12,7 +12,9 @@ import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from traceback import format_exception
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
+
+import msgspec
 
 from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.config import Config
@@ -27,6 +29,15 @@ Played = Trajectory | float | None
 """Result of an agent's episode: a Trajectory (its reward is None if the task gives it); or the reward alone, or None,
 when every request that the agent made is to be trained.
 """
+
+
+class AgentRequest(msgspec.Struct):
+    """What an agent passes to `generate`."""
+
+    token_ids: Annotated[list[int], msgspec.Meta(min_length=1)]
+    max_new_tokens: int | None
+    role: str
+    stop: list[str]
 
 
 class Agent(Protocol):

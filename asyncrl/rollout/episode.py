@@ -23,7 +23,7 @@ from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EpisodeFailed, raised_by
 from asyncrl.images import image_name
 from asyncrl.observability.intervals import CURRENT, REWARD
-from asyncrl.rollout.agent import Agent, Played
+from asyncrl.rollout.agent import Agent, AgentRequest, Played
 from asyncrl.schema import Completion, Exchange, Message, Prompt, Template, Trajectory, number
 
 Scoring = Callable[[Trajectory], Awaitable[Trajectory]]
@@ -63,11 +63,13 @@ class Episode:
         stop: Sequence[str] = (),
     ) -> Completion:
         """Generate a continuation of exactly these tokens. The agent's timeout is suspended while an engine answers."""
+        given = {"token_ids": token_ids, "max_new_tokens": max_new_tokens, "role": role, "stop": stop}
+        asked = msgspec.convert(given, AgentRequest)  # the agent's mistakes are raised in the agent
         self._asking += 1
-        number, context = next(self._serial), list(token_ids)
+        number, context = next(self._serial), asked.token_ids
         self._rest()
         try:
-            completion = await self._session(context, max_new_tokens, role, images, stop)
+            completion = await self._session(context, asked.max_new_tokens, role, images, asked.stop)
         finally:
             self._asking -= 1
             self._rest()
@@ -87,7 +89,7 @@ class Episode:
                 try:
                     self._rest()
                     with raised_by("agent_error"):
-                        trajectory = self._trajectory(await agent.run(prompt, self), prompt)
+                        trajectory = self._trajectory(await agent.run(prompt.own(), self), prompt)
                 finally:
                     self._silence = None  # requests that it left in flight may end later
             annotated = [asyncio.ensure_future(one(trajectory)) for one in annotate]
@@ -111,6 +113,8 @@ class Episode:
     def _trajectory(self, played: Played, prompt: Prompt) -> Trajectory:
         """Build the trajectory from the agent's result and its requests. Raises ValueError if they do not agree."""
         asked = [one for _, one in sorted(self._asked.items())]
+        if any(len(one.completion.token_ids) != len(one.completion.logprobs) for one in asked):
+            raise ValueError("the agent changed the list of tokens of an answer: it must change a copy")
         images = [image_name(png) for png in prompt.images]
         if isinstance(played, Trajectory):
             check(played, prompt.token_ids, asked, images)

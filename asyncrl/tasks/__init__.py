@@ -10,18 +10,22 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from asyncrl.errors import ConfigError, EpisodeFailed, raised_by
+from asyncrl.images import are_messages
 from asyncrl.schema import Message
 
 Question = dict[str, Any]
 
 
 def ask(task: Task, index: int, field: str) -> Question:
-    """Return question `index` of the task that this setting configures. Raises ConfigError if the task raises."""
+    """Return question `index` of the task that this setting configures. Raises ConfigError if it cannot be had."""
     try:
         with raised_by("question"):
-            return task.question(index)
+            question = task.question(index)
+            if isinstance(question, dict) and question.get("messages") and are_messages(question["messages"]):
+                return question
+            raise TypeError(f"it returned {question!r:.200}, which has no list of messages with role and content")
     except EpisodeFailed as failed:
-        raise ConfigError(field, index, f"question({index}) of the task raised {failed.located}.") from failed
+        raise ConfigError(field, index, f"question({index}) of the task failed: {failed.located}.") from failed
 
 
 class Task(Protocol):

@@ -37,11 +37,11 @@ class CustomTask:
         self.roles: Sequence[str] = getattr(self._made, "roles", ())
         """Roles in the environment, if there are several."""
 
-    def score(self, answer: str, question: dict[str, Any]) -> float:
-        """Return the score that the class gives. Raises TypeError if it has none."""
+    def score(self, answer: str, question: dict[str, Any]) -> Any:
+        """Return what the class returns as score. Raises TypeError if it has none."""
         if not hasattr(self._made, "score"):
             raise TypeError(f"{type(self._made).__name__} has no method score, and the episode returned no reward")
-        return float(self._made.score(answer, question))
+        return self._made.score(answer, question)
 
     def correct(self, reward: float) -> bool:
         """Return what the class says, or by default whether the reward is 1 or more."""

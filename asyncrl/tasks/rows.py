@@ -13,6 +13,7 @@ import msgspec
 
 from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
+from asyncrl.images import are_messages
 
 COUNTED = "rows are counted from 0"
 
@@ -101,7 +102,7 @@ def check_row(config: TaskConfig, row: dict[str, Any], where: str) -> None:
             raise ConfigError(f"task.{name}", key, f"{where} has only the fields {sorted(row)}; {COUNTED}.")
     prompt = row[config.prompt_key]
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(turns, list) or not turns or not all(_is_message(turn) for turn in turns):
+    if not turns or not are_messages(turns):
         form = "it must be a text, or a list of messages with role and content"
         remedy = f"{where} has {prompt!r:.80}: {form}; {COUNTED}."
         raise ConfigError("task.prompt_key", config.prompt_key, remedy)
@@ -117,7 +118,3 @@ def _lifted(row: dict[str, Any], key: str) -> bool:
         inner = inner[name]
     row.setdefault(key, inner)
     return True
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value

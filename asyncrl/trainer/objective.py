@@ -132,11 +132,6 @@ class Objective:
         ran = columns["seen"] & (table.weights > 0)
         return float(k3(columns["proximal"], columns["logprobs"], table.behaviour)[ran].mean())
 
-    def _entropy(self, of_tokens: Tensor) -> dict[str, float]:
-        """Return the mean entropy, if it was computed."""
-        asked = self._algo.entropy_bonus > 0 and len(of_tokens) > 0
-        return {"entropy": float(of_tokens.mean())} if asked else {}
-
     def figures(self, table: TrainingTable, seen: TokenAccumulator) -> dict[str, float]:
         """Return the statistics of a batch's steps. Collective."""
         columns, totals = seen.gather(COLUMNS, TOTALS)
@@ -152,7 +147,9 @@ class Objective:
             "tokens/trained": float(ran.sum()),
             "tokens/packed": totals["packed"],
             "tokens/shared": 1.0 - totals["packed"] / max(1.0, totals["apart"]),
-            **self._entropy(columns["entropy"][ran]),
+            **(
+                {"entropy": float(columns["entropy"][ran].mean())} if self._algo.entropy_bonus > 0 and ran.any() else {}
+            ),
             **self._distances(start, table, ran),
             **(gap_figures(table.with_proximal(start), ran) if self._scored else {}),
             **loss_figures(used, columns["logprobs"], columns["factor"], ran, cap=cap, clip=clip),

@@ -26,7 +26,8 @@ class Reference:
             place.data = torch.empty_like(place.data)
         load(network.weights, folder)
         self._places = places
-        self._weights = [_offloaded(place.data) if offload else place.data for place in places]
+        loaded = [place.data for place in places]
+        self._weights = [data.cpu().pin_memory() if offload and data.is_cuda else data for data in loaded]
         for place, data in zip(places, own, strict=True):
             place.data = data
 
@@ -46,10 +47,6 @@ class Reference:
         finally:
             for place, data in zip(self._places, own, strict=True):
                 place.data = data
-
-
-def _offloaded(data: Tensor) -> Tensor:
-    return data.cpu().pin_memory() if data.is_cuda else data
 
 
 def reference_of(kl: KLConfig, network: Network, folder: Path) -> Reference | None:

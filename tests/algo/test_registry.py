@@ -13,7 +13,7 @@ from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES
 from asyncrl.config import load
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch import compose
 from asyncrl.launch.main import CONF
 from asyncrl.settings import Choice
@@ -41,6 +41,10 @@ def above(table, *, least: float = -1.0):
 @LOSSES.register(LossTraits(selection=above))
 def selecting(logprobs, rows, *, scale: float = 1.0):
     return -scale * rows.advantages * logprobs
+
+
+def returning(logprobs, rows, *, what: str = ""):
+    return {"mean": logprobs.mean(), "column": logprobs[:, None], "some": logprobs[1:], "number": 0.5}.get(what)
 """
 
 
@@ -114,6 +118,15 @@ def test_settings_of_a_losss_selection_are_those_of_the_loss() -> None:
     rows = make([2], [0.0], advantages=[1.0, -0.5])
     assert loss.call(loss.traits.selection, rows).tolist() == [True, False]
     assert loss(torch.tensor([-1.0, -2.0]), rows).tolist() == [1.0, -1.0]
+
+
+@pytest.mark.parametrize("what", ["mean", "column", "some", "number", "nothing"])
+def test_values_of_other_shapes_than_the_tokens_are_refused(what: str) -> None:
+    """A mean would be broadcast, and train something else."""
+    loss = LOSSES.find(Choice(name="own_losses:returning", what=what))
+    rows = make([3], [0.0], advantages=[1.0, -1.0, 0.0])
+    with pytest.raises(AsyncRLError, match=r"own_losses:returning must return a tensor .*Size\(\[3\]\), and returned"):
+        loss(torch.tensor([-1.0, -2.0, -3.0]), rows)
 
 
 def test_claims_of_an_own_loss_are_checked_by_the_trainer() -> None:

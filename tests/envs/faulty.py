@@ -26,9 +26,9 @@ class Faulty:
         self._fault: dict[str, Any] = {}
         self._mark("made")
 
-    def reset(self, question: dict[str, Any]) -> None:
+    def reset(self, question: dict[str, Any]) -> Any:
         self._fault = question
-        self._act("reset")
+        return self._act("reset")
 
     def step(self, action: str) -> Step:
         self._count += 1
@@ -72,6 +72,8 @@ class Faulty:
             return "a text"
         if fault == "cannot be sent":
             return Step(info={"object": object()})
+        if fault == "no messages":
+            return ["a text"] if where == "reset" else Step(["a text"])  # type: ignore[list-item]
         if fault == "not finite":
             return Step(reward=float("nan"))
         return None

@@ -59,6 +59,15 @@ def test_hanging_async_environment_is_given_up() -> None:
     run(script, kind="AsyncFaulty", step_timeout=0.2)
 
 
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_what_is_no_message_is_the_environments_fault(where: str) -> None:
+    async def script(environments: EnvironmentPool) -> None:
+        with pytest.raises(EpisodeFailed, match=rf"environment_error: .*{where} are \['a text'\]: each must have role"):
+            await play(environments, where=where, fault="no messages")
+
+    run(script, kind="AsyncFaulty")
+
+
 def test_breaker_opens_tries_once_and_closes_on_success(tmp_path: Path) -> None:
     told: list[str] = []
 

@@ -84,7 +84,7 @@ OVERRIDES = {
 
 
 def played(
-    part: str, folder: Path, monkeypatch: pytest.MonkeyPatch, after: int = 0, error: str = "KeyError"
+    part: str, folder: Path, monkeypatch: pytest.MonkeyPatch, after: int = 0, error: str = "KeyError", *more: str
 ) -> tuple[int, str]:
     """Run with this code, whose `part` raises after so many calls. Return exit code and output."""
     (folder / "mine.py").write_text(USERS.format(part=part, after=after, error=error))
@@ -94,7 +94,7 @@ def played(
     module = "asyncrl.launch.main" if part == "loss" else "tests.integration.stub_run"
     stubs = [] if part == "loss" else ["cluster.tls=false", "weights.verify=false"]
     sizes = ["rollout.batch_groups=4", "rollout.group_size=4", "rollout.max_new_tokens=8"]
-    overrides = ["run.max_steps=8", "eval.questions=0", *sizes, *stubs, *OVERRIDES[part]]
+    overrides = ["run.max_steps=8", "eval.questions=0", *sizes, *stubs, *OVERRIDES[part], *more]
     with start(folder / "run", *overrides, module=module) as process:
         return finish(process, folder / "run", 120.0)
 
@@ -120,6 +120,14 @@ def test_console_names_file_line_and_cause_of_a_users_error(
     assert code == (2 if part == "import" else 1), text  # what cannot be imported is refused before anything starts
     assert re.search(rf"{error}: '?planted", last), text
     assert f"{tmp_path}/mine.py:{line}" in last, text
+
+
+def test_processes_that_play_are_not_blamed_for_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end because the rollout process does."""
+    code, text = played("agent", tmp_path, monkeypatch, 0, "KeyError", "processes.count=2")
+    assert code == 1, text
+    assert re.search(r"rollout: .*agent_error: KeyError: 'planted'", text), text
+    assert "episodes-0 died" not in text
 
 
 def test_agents_are_closed_at_a_normal_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

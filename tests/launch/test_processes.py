@@ -22,7 +22,7 @@ import pytest
 
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import ProcessDied
-from asyncrl.launch import leftovers, processes
+from asyncrl.launch import leftovers, processes, run_folder
 from asyncrl.launch.leftovers import SHARED, carrying
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.processes import Paused, Stopped, Supervisor
@@ -328,12 +328,22 @@ def test_a_full_disk_of_the_run_is_not_blamed_on_shared_memory(run_id: str, tmp_
     assert "/dev/shm" not in str(caught.value)
 
 
+def test_shared_memory_with_room_is_not_blamed(run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "SHARED_ENOUGH", 0)
+    with pytest.raises(ProcessDied, match="No space left") as caught:
+        supervise(
+            run_id, tmp_path, spec(run_id, "trainer-0", "import os; raise OSError(28, os.strerror(28))", ends=True)
+        )
+    assert "/dev/shm" not in str(caught.value)
+
+
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 7)", "raise OSError(28, os.strerror(28))"])
 def test_little_shared_memory_is_told_and_swept(
     end: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that fills its share is killed by SIGBUS, so its file is never seen as mapped."""
     monkeypatch.setattr(leftovers, "START_NOTE_SECONDS", 0.0)
+    monkeypatch.setattr(run_folder, "SHARED_ENOUGH", 1 << 60)
     known, polls = tmp_path / "known", list[int]()
 
     def look() -> None:

@@ -18,6 +18,7 @@ from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.errors import AsyncRLError, EpisodeFailed
 from asyncrl.rewards import reward as rewards
 from asyncrl.rewards.reward import RewardInput, Score, Scorer
+from asyncrl.rollout.agent import FunctionAgent
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from asyncrl.rollout.reporters import PER_MINUTE, FailureReporter
 from asyncrl.rollout.serving import contain
@@ -141,6 +142,68 @@ def test_rewards_of_an_agents_own_arithmetic_are_plain_numbers() -> None:
     found = asyncio.run(main())
     assert (found.reward, found.turns[0].reward) == (1.0, 0.25)
     assert {type(one) for one in (found.reward, found.turns[0].reward, *found.turns[0].token_rewards)} == {float}
+
+
+REFUSED = {
+    "ids of numpy": {"token_ids": numpy.arange(3)},
+    "ids that are numbers of numpy": {"token_ids": list(numpy.arange(3))},
+    "ids of torch": {"token_ids": torch.arange(3)},
+    "truth": {"token_ids": [True]},
+    "fractions": {"token_ids": [1.0]},
+    "a text": {"token_ids": "1 2 3"},
+    "nothing": {"token_ids": []},
+    "a fraction of a token": {"max_new_tokens": 1.5},
+    "a role without a name": {"role": 5},
+    "a text as list of texts": {"stop": "</answer>"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_request_is_the_agents_error_where_it_makes_it(name: str) -> None:
+    async def script(generate: Generate) -> None:
+        await generate(**{"token_ids": [1]} | REFUSED[name])
+
+    (field,) = REFUSED[name]
+    with pytest.raises(EpisodeFailed, match=rf"agent_error: ValidationError: .*\$\.{field}") as caught:
+        played(script)
+    assert "script" in caught.value.where
+
+
+async def appends_to_the_answer(prompt: Prompt, generate: Generate) -> float:
+    answer = await generate(prompt.token_ids)
+    context = answer.token_ids
+    context += [1]
+    return 1.0
+
+
+async def appends_to_the_prompt(prompt: Prompt, generate: Generate) -> float:
+    context = prompt.token_ids
+    context += (await generate(context)).token_ids
+    prompt.question["messages"].append({"role": "assistant", "content": "1"})
+    prompt.question.pop("secret")
+    await generate([*context, 1])
+    return 1.0
+
+
+def of_function(agent: Callable[[Prompt, Generate], Coroutine[Any, Any, float]], prompt: Prompt) -> Trajectory:
+    session = FakeClient(lambda _: completion()).generate()
+    episode = Episode(session, EpisodeTimeouts(60.0, 60.0, None), FakeTemplate())
+    return asyncio.run(episode.play(FunctionAgent(agent, {}), prompt, one))
+
+
+def test_agent_that_changes_an_answer_is_told() -> None:
+    with pytest.raises(EpisodeFailed, match=r"agent_error: .*the agent changed the list of tokens of an answer"):
+        of_function(appends_to_the_answer, PROMPT)
+
+
+def test_agent_may_change_its_prompt_but_not_its_siblings() -> None:
+    question = {"messages": [{"role": "user", "content": "?"}], "secret": 7}
+    prompt = msgspec.structs.replace(PROMPT, question=question)
+    for _ in range(2):
+        turns = of_function(appends_to_the_prompt, prompt).turns
+        assert [(turn.observation, turn.begins) for turn in turns] == [([], False), ([1], False)]
+    assert prompt.token_ids == [12, 1, 11]
+    assert question == {"messages": [{"role": "user", "content": "?"}], "secret": 7}
 
 
 def test_request_that_the_agent_left_under_way_may_end_later() -> None:

@@ -14,6 +14,7 @@ from asyncrl import tasks
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.reward import RewardInput
 from asyncrl.schema import Trajectory
+from asyncrl.tasks import ask
 from asyncrl.tasks.build import build as build_task
 from asyncrl.tasks.build import build_all
 from asyncrl.tasks.files import FileTask
@@ -211,3 +212,40 @@ def test_every_task_is_built_and_a_wrong_one_names_its_field() -> None:
         with pytest.raises(ConfigError) as caught:
             build_all(tiny_config(**changes))
         assert caught.value.field == field
+
+
+class Junk:
+    """A task that returns what it is told to."""
+
+    def __init__(self, returns: Any) -> None:
+        self.question = lambda index: returns
+
+
+@pytest.mark.parametrize(
+    "returns",
+    [
+        *(None, 0.5, "a text", ["a text"], {}, {"prompt": "a text"}),
+        *({"messages": junk} for junk in ([], "a text", 0.5, ["a text"], [{"content": "a text"}], [{"role": "user"}])),
+        *({"messages": [{"role": "user", "content": junk}]} for junk in (0.5, b"bytes", {"text": "x"}, ["a text"])),
+    ],
+)
+def test_question_without_messages_is_refused(returns: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"task: got 3\. question\(3\) of the task failed: .* no list of messages"
+    ) as caught:
+        ask(Junk(returns), 3, "task")  # type: ignore[arg-type]
+    assert repr(returns) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "a text"},
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "assistant", "tool_calls": []},
+    ],
+)
+def test_chats_of_every_form_are_questions(message: dict[str, Any]) -> None:
+    question = {"messages": (message,)}
+    assert ask(Junk(question), 0, "task") is question  # type: ignore[arg-type]

@@ -20,8 +20,8 @@ import threading
 import traceback
 from typing import Any
 
-from asyncrl.envs.env import EnvSpec, Step, awaited
-from asyncrl.errors import AsyncRLError, EpisodeFailed, raised_by
+from asyncrl.envs.env import EnvSpec, Step, awaited, checked
+from asyncrl.errors import AsyncRLError, EpisodeFailed, is_ours, raised_by
 from asyncrl.extensions.children.processes import framed, messages
 from asyncrl.schema import number
 
@@ -72,14 +72,17 @@ class HostedInstance:
             return found.plain()
         if method == "finish":
             return number(found, "the reward of finish")
-        return list(found) if method == "reset" and found else found
+        return checked(found, method) if method == "reset" and found else found
 
 
 def _told(error: AsyncRLError) -> list[Any]:
-    """Return an error's text with the traceback of the environment's own code."""
+    """Return an error's text with the traceback, which begins with the environment's own code."""
     if not isinstance(error, EpisodeFailed):
         return ["environment_error", str(error), False]
-    cause = error.__cause__
+    if (cause := error.__cause__) and (frames := cause.__traceback__):
+        while frames.tb_next and is_ours(frames.tb_frame.f_code.co_filename):
+            frames = frames.tb_next
+        cause = cause.with_traceback(frames)
     trace = "\n" + "".join(traceback.format_exception(cause)) if cause else ""
     return [error.reason, f"{error.located}{trace}", error.retry]
 

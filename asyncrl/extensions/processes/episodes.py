@@ -43,6 +43,9 @@ from asyncrl.tasks.build import build_all
 REPORT_SECONDS, REPORT_SHARE = 1.0, 0.02
 """Seconds between two reports, and the largest share of the time that they may take."""
 CONNECT_SECONDS = 0.2
+LAST_SECONDS = 1.0
+"""Seconds between the end of the connection and that of this process: the launcher is to see first how the rollout
+process ends."""
 
 
 class EpisodeWorker:
@@ -230,6 +233,9 @@ async def main(run_dir: Path, number: int) -> int:
     running = asyncio.create_task(play_until_closed(channel, worker))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
     try:
+        await asyncio.wait({running})
+        if not running.cancelled():
+            await asyncio.sleep(LAST_SECONDS)
         await running
     except asyncio.CancelledError:
         return 0

@@ -34,6 +34,7 @@ EXPECTED = {
     "oversized": ("environment_oversized", "its answer has 104857"),
     "no step": ("environment_error", "step returned str instead of a Step"),
     "cannot be sent": ("environment_error", "it returned a value that cannot be sent"),
+    "no messages": ("environment_error", " are ['a text']: each must have role and content"),
     "not finite": ("environment_error", "ValueError: the reward of a step is nan: it must be a finite number"),
 }
 
@@ -60,7 +61,7 @@ def test_environment_in_a_process_is_the_environment() -> None:
     [
         ("step", EXPECTED.keys() - {"hangs"}, {}),
         ("step", {"hangs"}, {"step_timeout": 0.5}),
-        ("reset", {"raises", "dies"}, {}),
+        ("reset", {"raises", "dies", "no messages"}, {}),
         ("reset", {"hangs"}, {"reset_timeout": 3.0}),
     ],
 )

@@ -49,7 +49,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
         (
             ("task.kind=breaks:Game", "task.train_file=null", "task.reward=null"),
             1,
-            " of the task raised ValueError: no such question (",
+            " of the task failed: ValueError: no such question (",
         ),
     ],
 )
