@@ -529,7 +529,7 @@ class LengthTask:
 
 def prompts(task: str = "length", start: int = 0) -> Iterator[Prompt]:
     """Endless and distinct."""
-    return (Prompt(f"p{i}", [12, i, 11], {}, task) for i in itertools.count(start))
+    return (Prompt(f"p{i}", [12, i, 11], {}, task, i) for i in itertools.count(start))
 
 
 def in_turn(*tasks: str) -> Callable[[int], Prompt]:

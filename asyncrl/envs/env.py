@@ -41,8 +41,7 @@ class Step:
 
     def plain(self) -> Step:
         """Return the step with rewards as Python floats. Raises ValueError for other rewards, and other messages."""
-        if not isinstance(self.messages, str):
-            checked(self.messages, "step")
+        checked(() if isinstance(self.messages, str) else self.messages, "step")
         rewards = {str(role): number(reward, f"the reward of {role}") for role, reward in self.rewards.items()}
         return replace(self, reward=number(self.reward, "the reward of a step"), rewards=rewards)
 

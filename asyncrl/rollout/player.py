@@ -111,7 +111,8 @@ class GroupPlayer:
         )
         for hooks in self._hooks:
             group = hooks.played(group)
-        return group, self._accept(group)
+        verdict = self._accept(group)
+        return group, verdict if isinstance(verdict, str) else bool(verdict)  # also numpy's
 
     def stop(self, ticket: Ticket, playing: asyncio.Task[None]) -> None:
         """Cancel the task."""

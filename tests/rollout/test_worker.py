@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 
 from asyncrl.agents.single_turn import SingleTurn
@@ -303,6 +304,17 @@ def test_unaccepted_group_is_counted_and_replaced() -> None:
         ledger = site.ledger()
         assert ledger.groups.rejected == {"no_signal": 1, "not_accepted": 1}
         assert ledger.tokens.rejected > 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("verdict", [numpy.True_, numpy.False_, 1, None])
+def test_verdicts_of_other_types_mean_their_truth(verdict: Any) -> None:
+    async def main() -> None:
+        verdicts = iter([verdict, *[True] * 100])
+        site = Site(accept=lambda group: next(verdicts))
+        await site.run_until(lambda: site.ledger().groups.ready == 4)
+        assert site.ledger().groups.rejected == ({} if verdict else {"not_accepted": 1})
 
     asyncio.run(main())
 

@@ -129,6 +129,9 @@ class EpisodeWorker:
         answer: wire.WireMessage
         try:
             question = self._question(play.task, play.index)
+            if not play.images and self._render(question) != play.token_ids:
+                text = f"question({play.index}) of {play.task} is another one in each process"
+                raise AsyncRLError(f"{text}: the same index must always give the same question (processes.count)")
             prompt = Prompt(play.prompt, play.token_ids, question, play.task, play.index, play.images)
             if play.ticket is None:
                 attempts = await self._parts.groups.attempts(prompt, sessions)

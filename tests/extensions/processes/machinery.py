@@ -40,8 +40,8 @@ class ManyProcesses(Machinery):
         self.processes = processes
         self.pool, self.url = pool_of(processes)
         self.joined: dict[int, tuple[Channel, asyncio.Task[None]]] = {}
-        self.question: Callable[[str, int], dict[str, Any]] = lambda task, index: {}
-        self.render: Callable[[dict[str, Any]], list[int]] = lambda question: []
+        self.question: Callable[[str, int], dict[str, Any]] = lambda task, index: {"index": index}
+        self.render: Callable[[dict[str, Any]], list[int]] = lambda question: [12, question["index"], 11]
         super().__init__(engine, **settings)
 
     def seen_client(self) -> Any:

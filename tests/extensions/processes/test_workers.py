@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from typing import Any
 
 import httpx
@@ -118,14 +119,14 @@ def test_processes_render_questions_and_drop_failing_ones() -> None:
     def render(index: int) -> list[int]:
         if index == 3:
             raise ConfigError("task", index, "Fails.")
-        return [index, 1000]
+        return [12, index, 11]
 
     async def asking(*arguments: Any) -> None:
         for index in range(2 * CHUNK):
             pool.ahead.ask("length", index)
         await until(lambda: len(pool.ahead._came) == 2 * CHUNK - 1)
         found = [pool.ahead.take("length", index) for index in range(2 * CHUNK)]
-        assert found == [None if index == 3 else [index, 1000] for index in range(2 * CHUNK)]
+        assert found == [None if index == 3 else [12, index, 11] for index in range(2 * CHUNK)]
         await run(*arguments)
 
     made.question, made.render = (lambda task, index: {"index": index}), (lambda question: render(question["index"]))
@@ -173,7 +174,7 @@ def test_question_that_kills_every_process_fails_alone() -> None:
 
     async def with_evaluation(*arguments: Any) -> None:
         sessions = [pool.generate(one, group="e0", purpose="evaluation", sample=f"e {one}") for one in (0.0, 1.0)]
-        attempts = await pool.attempts(Prompt("e", lethal, {}, "length"), sessions)
+        attempts = await pool.attempts(Prompt("e", lethal, {}, "length", 500), sessions)
         assert [one.reason for one in attempts] == ["process"] * 2
         await run(*arguments)
 
@@ -228,6 +229,15 @@ def test_error_of_ours_in_a_process_ends_the_run() -> None:
     assert "a bug in asyncrl: KeyError('ours')" in str(error)
 
 
+def test_question_that_differs_between_processes_ends_the_run() -> None:
+    """Its answers would be scored by another question's record."""
+    made = ManyProcesses(RecordedEngine(0), batch_groups=1, group_size=1, max_staleness=0, processes=2)
+    made.render = lambda question: [12, question["index"] + 1, 11]
+    with pytest.raises(BaseExceptionGroup) as caught:
+        made.batches(1)
+    assert re.search(r"question\(0\) of length is another one in each process", str(caught.value.exceptions[0]))
+
+
 def test_whoever_lacks_the_key_gets_nothing() -> None:
     async def main() -> None:
         pool, url = pool_of(2)
@@ -256,7 +266,7 @@ def test_attempts_of_an_evaluation_share_a_process() -> None:
             made.pool.generate(one, group="e0", purpose="evaluation", sample=f"e {number}")
             for number, one in enumerate([0.0, 1.0])
         ]
-        played.extend(await made.pool.attempts(Prompt("e", [12, 500, 11], {}, "length"), sessions))
+        played.extend(await made.pool.attempts(Prompt("e", [12, 500, 11], {}, "length", 500), sessions))
         assert made.engine._fails or all(one.received and one.activity.intervals(0.0) for one in sessions)
 
     run = made.worker.run
