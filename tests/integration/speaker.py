@@ -10,7 +10,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from asyncrl.models import catalog, smollm2, tiny
+from asyncrl.extensions.smollm2 import model as smollm2
+from asyncrl.models import catalog, tiny
 
 FEATURE = 0
 """Index of the feature that is the same in every token's embedding; layers of small weights change it little."""

