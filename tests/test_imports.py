@@ -28,13 +28,14 @@ RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings", "extens
 """Packages with what users build on; the modules that are open to all come in addition."""
 OPEN = {  # to all
     *("schema", "errors", "retries", "parallel", "metrics", "jsonl", "user_code", "routing", "leases"),
-    *("import_hooks", "network", "progress", "images", "removed", "extension", "lookup", "platforms"),
+    *("import_hooks", "network", "progress", "threads", "images", "removed", "extension", "lookup", "platforms"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
 ALLOWED = {
     "schema": set(),
     "retries": set(),
+    "threads": set(),
     "images": set(),
     "extension": {"settings"},
     "lookup": {"settings"},

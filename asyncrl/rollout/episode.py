@@ -47,7 +47,7 @@ class Episode:
     def __init__(self, session: GenerationSession, limits: EpisodeTimeouts, template: Template) -> None:
         self.template = template
         self.temperature = session.trained_at
-        self._session, self._limits = session, limits
+        self._session, self._limits, self._loop = session, limits, asyncio.get_running_loop()
         self._asking = 0
         self._silence: asyncio.Timeout | None = None
         self._serial = itertools.count()
@@ -63,6 +63,8 @@ class Episode:
         stop: Sequence[str] = (),
     ) -> Completion:
         """Generate a continuation of exactly these tokens. The agent's timeout is suspended while an engine answers."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("from a thread, await generate by asyncio.run_coroutine_threadsafe in the agent's loop")
         given = {"token_ids": token_ids, "max_new_tokens": max_new_tokens, "role": role, "stop": stop}
         asked = msgspec.convert(given, AgentRequest)  # the agent's mistakes are raised in the agent
         self._asking += 1

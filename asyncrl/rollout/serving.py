@@ -1,8 +1,9 @@
-"""How a process of the rollout side runs its HTTP server, and keeps user code from ending it.
+"""How a process of the rollout side runs its HTTP server, and keeps user code from ending or holding it.
 
 The event loop, and with it the process, ends when one of its tasks raises SystemExit or KeyboardInterrupt. Tasks of
 this process also run user code (an agent, a reward, an environment, and tasks that these start), for which `contain`
-turns them into another exception.
+turns them into another exception. User code also shares the threads of asyncio.to_thread with what this process writes
+to disk, and may fill any number of them with calls that wait for the model.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from asyncrl.errors import described
 from asyncrl.network.serving import SignalFreeServer
 from asyncrl.network.tls import Signed
 from asyncrl.rollout.server import RolloutServer
+from asyncrl.threads import ThreadPerCall
 
 CLOSE_SECONDS = 3
 """Seconds that open requests get at the end, after which they are cancelled: more than POLL_SECONDS (server.py)."""
@@ -61,7 +63,9 @@ class Exited(Exception):
 
 
 def contain(loop: asyncio.AbstractEventLoop) -> None:
-    """Make tasks of this loop raise Exited where their code raises SystemExit or KeyboardInterrupt."""
+    """Make tasks of this loop raise Exited where their code raises SystemExit or KeyboardInterrupt, and give every call
+    of asyncio.to_thread a thread of its own."""
+    loop.set_default_executor(ThreadPerCall())
     loop.set_task_factory(lambda loop, work, **named: asyncio.Task(_contained(work), loop=loop, **named))  # type: ignore[arg-type]
 
 

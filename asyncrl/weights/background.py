@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from asyncrl.threads import ThreadPerCall
 from asyncrl.weights.publish import Staged, StagedPublisher, VersionPublisher
 
 SPAN = "publish_background"
@@ -44,8 +44,7 @@ class Background(VersionPublisher):
         staging, and the other metrics of the publish that ended last, with its seconds in the background."""
         self.finish()
         staged = self._inner.stage(version)
-        self._flight = Future()
-        threading.Thread(target=self._complete, args=(staged, self._flight), name="publish", daemon=True).start()
+        self._flight = ThreadPerCall().submit(self._complete, staged)
         return {**staged.metrics, **self._metrics, "fill": staged.metrics["fill"]}
 
     def finish(self) -> None:
@@ -62,12 +61,11 @@ class Background(VersionPublisher):
             self.finish()
         return self._flight is None
 
-    def _complete(self, staged: Staged, flight: Future[tuple[int, float, dict[str, float]]]) -> None:
+    def _complete(self, staged: Staged) -> tuple[int, float, dict[str, float]]:
         began = time.time()
         try:
             metrics = self._inner.complete(staged)
-        except BaseException as error:  # noqa: BLE001  the training loop raises it
-            flight.set_exception(error)
+        except BaseException as error:
             self._failed(error)
-        else:
-            flight.set_result((staged.version, began, {**metrics, "background": time.time() - began}))
+            raise
+        return staged.version, began, {**metrics, "background": time.time() - began}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 import threading
 import time
@@ -186,9 +187,33 @@ async def appends_to_the_prompt(prompt: Prompt, generate: Generate) -> float:
 
 
 def of_function(agent: Callable[[Prompt, Generate], Coroutine[Any, Any, float]], prompt: Prompt) -> Trajectory:
-    session = FakeClient(lambda _: completion()).generate()
-    episode = Episode(session, EpisodeTimeouts(60.0, 60.0, None), FakeTemplate())
-    return asyncio.run(episode.play(FunctionAgent(agent, {}), prompt, one))
+    async def main() -> Trajectory:
+        session = FakeClient(lambda _: completion()).generate()
+        episode = Episode(session, EpisodeTimeouts(60.0, 60.0, None), FakeTemplate())
+        return await episode.play(FunctionAgent(agent, {}), prompt, one)
+
+    return asyncio.run(main())
+
+
+async def asks_in_a_loop_of_its_own(prompt: Prompt, generate: Generate) -> float:
+    await asyncio.to_thread(lambda: asyncio.run(generate(prompt.token_ids)))  # type: ignore[arg-type]
+    return 1.0
+
+
+async def asks_from_a_thread(prompt: Prompt, generate: Generate) -> float:
+    loop = asyncio.get_running_loop()
+
+    def ask() -> None:
+        asyncio.run_coroutine_threadsafe(generate(prompt.token_ids), loop).result()  # type: ignore[arg-type]
+
+    await asyncio.to_thread(ask)
+    return 1.0
+
+
+def test_agent_asks_from_threads_in_its_own_loop_alone() -> None:
+    assert of_function(asks_from_a_thread, PROMPT).reward == 1.0
+    with pytest.raises(EpisodeFailed, match=r"agent_error: RuntimeError: .*run_coroutine_threadsafe"):
+        of_function(asks_in_a_loop_of_its_own, PROMPT)
 
 
 def test_agent_that_changes_an_answer_is_told() -> None:
@@ -458,3 +483,42 @@ def test_async_reward_is_ended_by_its_limit() -> None:
         scored(never, inline=True, timeout=0.05)
     with pytest.raises(EpisodeFailed, match="reward_error: KeyError: 'no reference'"):
         scored(broken, inline=True)
+
+
+# --- threads of agents ----------------------------------------------------------------------------------------
+
+
+def test_waiting_threads_of_agents_hold_nobody() -> None:
+    """An agent's thread may wait for the model, and the model for what this process writes to disk."""
+
+    async def main() -> None:
+        loop, answered = asyncio.get_running_loop(), threading.Event()
+        contain(loop)
+        waiting = [asyncio.create_task(asyncio.to_thread(answered.wait)) for _ in range(100)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            await asyncio.to_thread(answered.set)
+            assert await asyncio.gather(*waiting) == [True] * 100
+            with pytest.raises(SystemExit):
+                await loop.run_in_executor(None, sys.exit, 3)
+
+    asyncio.run(main())
+
+
+HANGS = """
+import asyncio, threading
+from asyncrl.rollout.serving import contain
+
+async def main():
+    contain(asyncio.get_running_loop())
+    asyncio.ensure_future(asyncio.to_thread(threading.Event().wait))
+    await asyncio.sleep(0)
+    raise KeyError("the reason")
+
+asyncio.run(main())
+"""
+
+
+def test_hanging_threads_of_agents_do_not_hold_the_end() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "KeyError: 'the reason'" in done.stderr) == (1, True), done.stderr

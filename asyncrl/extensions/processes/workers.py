@@ -307,6 +307,9 @@ class EpisodeWorkers:
             await self._lose(connection)
         except asyncio.CancelledError:
             channel.close()  # the loop ends; asyncio would report a cancelled handler as an error
+        except AsyncRLError:
+            channel.close()
+            raise
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """End this process for an error of ours, or one that a process has sent."""
