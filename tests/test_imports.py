@@ -320,7 +320,7 @@ def test_command_imports_nothing_slow_before_it_needs_it(
 # --- sizes --------------------------------------------------------------------------------------------------
 
 
-MOST_LINES = 29_500
+MOST_LINES = 29_450
 """Most lines of the core, whatever is in them. Lower it after a deletion. There is no limit for a
 file or a function: such limits were met by folding lines."""
 
