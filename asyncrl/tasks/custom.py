@@ -12,6 +12,7 @@ a reward of 1 or more does).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,10 @@ class CustomTask:
         self.question: Callable[[int], dict[str, Any]] = self._made.question
         self.inline: bool = getattr(self._made, "inline", False)
         self.size: int | None = getattr(self._made, "size", None)
+        if self.size is not None and not (hasattr(self.size, "__index__") and self.size > 0):
+            raise ConfigError(
+                "task.kind", spec.path, f"Its size, {self.size!r}, must be the number of questions, or None."
+            )
         self.agent = self._made if hasattr(self._made, "run") else None
         """The agent, if the class plays its episodes itself."""
         self.environment = spec if hasattr(self._made, "step") else None
@@ -56,4 +61,6 @@ def custom_task(path: str, params: Mapping[str, Any]) -> CustomTask:
         raise ConfigError("task.kind", path, f"Must be a class with question(index), and {ways}.")
     if not any(all(hasattr(found, name) for name in way) for way in WAYS):
         raise ConfigError("task.kind", path, f"Besides question(index) it needs {ways}.")
+    if hasattr(found, "run") and not inspect.iscoroutinefunction(found.run):
+        raise ConfigError("task.kind", path, "Its method run must be async: async def run(self, prompt, generate).")
     return CustomTask(EnvSpec(path, params))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -249,3 +250,35 @@ def test_question_without_messages_is_refused(returns: Any) -> None:
 def test_chats_of_every_form_are_questions(message: dict[str, Any]) -> None:
     question = {"messages": (message,)}
     assert ask(Junk(question), 0, "task") is question  # type: ignore[arg-type]
+
+
+class Sized:
+    """A task whose size is what it is told."""
+
+    def __init__(self, size: Any = None) -> None:
+        self.size = size
+
+    def question(self, index: int) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": str(index)}]}
+
+    def score(self, text: str, record: dict[str, Any]) -> float:
+        return 0.0
+
+
+class Blocking(Sized):
+    """A task that plays without await."""
+
+    def run(self, prompt: Any, generate: Any) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, "5", print])
+def test_size_that_is_no_number_of_questions_is_refused(size: Any) -> None:
+    with pytest.raises(ConfigError, match=r"task.kind: .* Its size, .* must be the number of questions"):
+        build(kind=f"{__name__}:Sized", params={"size": size})
+    assert build(kind=f"{__name__}:Sized", params={"size": numpy.int64(5)}).size == 5
+
+
+def test_task_that_plays_without_await_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"task.kind: .* must be async"):
+        build(kind=f"{__name__}:Blocking", params={})
