@@ -39,6 +39,7 @@ MOVED = {
     "asyncrl.agents.proxied": "asyncrl.extensions.proxy.agents",
     "asyncrl.envs.shell": "asyncrl.extensions.tools.shell",
     "asyncrl.envs.tools": "asyncrl.extensions.tools",
+    "asyncrl.envs.toys": "asyncrl.extensions.games.higher_lower",
     "asyncrl.sandbox": "asyncrl.extensions.sandbox",
 }
 """New names of modules and packages that settings name."""
