@@ -119,6 +119,7 @@ def failing(run_dir: Path, name: str) -> Iterator[None]:
             text, where = str(error) if own else f"{type(error).__name__}: {error}", place(error)
             memory = is_out_of_memory(error)
             lasting = not memory and (own or is_of_user(where))  # it would only happen again
+            where = "" if own and not is_of_user(where) else where  # a package that called us is not at fault
             failure = {"process": name, "time": time.time(), "error": text, "place": where}
             with suppress(OSError):  # the disk may be full, which must not hide the error in the log
                 file.parent.mkdir(exist_ok=True)

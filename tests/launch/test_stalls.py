@@ -21,7 +21,7 @@ from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.stalls import SHOWN, Stalled, Stalls, innermost, stack_file, state, write_stack
 from asyncrl.network.addresses import READY
-from asyncrl.progress import FOLDER, Progress, failing
+from asyncrl.progress import FOLDER, Progress, failing, failures
 from tests.fakes import Clock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -256,6 +256,29 @@ def test_stall_behind_an_error_of_the_user_names_the_error_first(tmp_path: Path)
     assert first == "rollout: KeyError: 'planted'"
     assert place.startswith(f"  at {__file__}:")
     assert second.startswith("trainer-0 makes no progress")
+
+
+CALLED_BACK = """
+import sys
+from pathlib import Path
+import torch
+from asyncrl.errors import AsyncRLError
+from asyncrl.progress import failing
+
+@torch.no_grad()
+def refuses():
+    raise AsyncRLError("refused") if sys.argv[2] == "ours" else KeyError("unforeseen")
+
+with failing(Path(sys.argv[1]), "trainer-0"):
+    refuses()
+"""
+
+
+@pytest.mark.parametrize(("whose", "named"), [("ours", False), ("unforeseen", True)])
+def test_our_own_errors_do_not_blame_a_package_that_called(whose: str, named: bool, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", CALLED_BACK, tmp_path, whose], capture_output=True, check=False)
+    (failure,) = failures(tmp_path)
+    assert ("torch" in failure["place"]) is named
 
 
 @pytest.mark.parametrize("py_spy", [True, False], ids=["py-spy", "without"])
