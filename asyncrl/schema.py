@@ -57,7 +57,7 @@ class Prompt(msgspec.Struct, frozen=True):
         """What makes this question another one."""
         return tuple(self.token_ids), tuple(self.images), self.question.get("seed")
 
-    def own(self) -> Prompt:
+    def copy(self) -> Prompt:
         """Return a copy whose lists an agent may change: its siblings are played at the same time."""
         question = {name: list(value) if isinstance(value, list) else value for name, value in self.question.items()}
         return msgspec.structs.replace(self, token_ids=list(self.token_ids), question=question)

@@ -9,7 +9,8 @@ from typing import Any
 
 
 class ThreadPerCall(ThreadPoolExecutor):
-    """An executor in which no call waits for another, and whose calls nobody waits for when the process ends."""
+    """An executor in which no call waits for another, and whose calls nobody waits for when the process ends. It is a
+    ThreadPoolExecutor because asyncio takes no other as its default; it has no pool."""
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         """Call the function in a daemon thread of its own."""

@@ -41,12 +41,12 @@ class Step:
 
     def plain(self) -> Step:
         """Return the step with rewards as Python floats. Raises ValueError for other rewards, and other messages."""
-        checked(() if isinstance(self.messages, str) else self.messages, "step")
+        checked_messages(() if isinstance(self.messages, str) else self.messages, "step")
         rewards = {str(role): number(reward, f"the reward of {role}") for role, reward in self.rewards.items()}
         return replace(self, reward=number(self.reward, "the reward of a step"), rewards=rewards)
 
 
-def checked(messages: Any, method: str) -> list[Message]:
+def checked_messages(messages: Any, method: str) -> list[Message]:
     """Return messages that a method of an environment gave, as a list. Raises ValueError for anything else."""
     if not are_messages(messages):
         raise ValueError(f"the messages of {method} are {messages!r:.80}: each must have role and content")

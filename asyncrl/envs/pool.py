@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from asyncrl import lookup
 from asyncrl.envs.breaker import Breaker
-from asyncrl.envs.env import Env, EnvSpec, Question, Step, awaited, checked
+from asyncrl.envs.env import Env, EnvSpec, Question, Step, awaited, checked_messages
 from asyncrl.errors import ConfigError, EpisodeFailed, raised_by
 from asyncrl.observability.intervals import ENVIRONMENT, QUEUED, spent
 from asyncrl.schema import Message, number
@@ -202,7 +202,7 @@ class _Guarded:
         """Call the environment's reset."""
         found = await self._call("reset", self._settings.reset_timeout, "reset_timeout", question)
         with raised_by("environment_error", retry=True):
-            return checked(found or (), "reset")
+            return checked_messages(found or (), "reset")
 
     async def step(self, action: str) -> Step:
         """Call the environment's step."""

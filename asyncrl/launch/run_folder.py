@@ -127,7 +127,7 @@ REMEDIES = {
 """What to do about a folder where writing fails."""
 SHARED_REMEDY = "enlarge it (mount -o remount,size=16g /dev/shm; docker run --shm-size=16g)"
 SHARED_ENOUGH = 16 << 30
-"""Free bytes there with which it is not the cause."""
+"""Free bytes with which the remedy, which gives as many, would not help."""
 PROBE = 64 << 10
 """Bytes written to test a folder."""
 

@@ -32,7 +32,7 @@ when every request that the agent made is to be trained.
 
 
 class AgentRequest(msgspec.Struct):
-    """What an agent passes to `generate`."""
+    """What an agent passes to `generate`, beside images."""
 
     token_ids: Annotated[list[int], msgspec.Meta(min_length=1)]
     max_new_tokens: int | None

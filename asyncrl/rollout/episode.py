@@ -64,7 +64,7 @@ class Episode:
     ) -> Completion:
         """Generate a continuation of exactly these tokens. The agent's timeout is suspended while an engine answers."""
         if asyncio.get_running_loop() is not self._loop:
-            raise RuntimeError("from a thread, await generate by asyncio.run_coroutine_threadsafe in the agent's loop")
+            raise RuntimeError("another event loop: asyncio.run_coroutine_threadsafe(generate(...), the agent's loop)")
         given = {"token_ids": token_ids, "max_new_tokens": max_new_tokens, "role": role, "stop": stop}
         asked = msgspec.convert(given, AgentRequest)  # the agent's mistakes are raised in the agent
         self._asking += 1
@@ -91,7 +91,7 @@ class Episode:
                 try:
                     self._rest()
                     with raised_by("agent_error"):
-                        trajectory = self._trajectory(await agent.run(prompt.own(), self), prompt)
+                        trajectory = self._trajectory(await agent.run(prompt.copy(), self), prompt)
                 finally:
                     self._silence = None  # requests that it left in flight may end later
             annotated = [asyncio.ensure_future(one(trajectory)) for one in annotate]

@@ -17,7 +17,7 @@ Question = dict[str, Any]
 
 
 def ask(task: Task, index: int, field: str) -> Question:
-    """Return question `index` of the task that this setting configures. Raises ConfigError if it cannot be had."""
+    """Return question `index` of the task that this setting configures. Raises ConfigError if there is none."""
     try:
         with raised_by("question"):
             question = task.question(index)

@@ -139,6 +139,7 @@ class Objective:
         start = columns["logprobs"] if table.proximal is None else table.proximal
         self.started = torch.where(ran, start, torch.nan)
         used = replace(table.with_proximal(columns["proximal"]), advantages=columns["advantages"])
+        asked = self._algo.entropy_bonus > 0 and bool(ran.any())
         settings = {**PPO_CLIP, **self._loss.settings}
         clip = (settings["clip_low"], settings["clip_high"])
         cap = self._correction.settings.get("cap", math.inf) if self._correction else math.inf
@@ -147,9 +148,7 @@ class Objective:
             "tokens/trained": float(ran.sum()),
             "tokens/packed": totals["packed"],
             "tokens/shared": 1.0 - totals["packed"] / max(1.0, totals["apart"]),
-            **(
-                {"entropy": float(columns["entropy"][ran].mean())} if self._algo.entropy_bonus > 0 and ran.any() else {}
-            ),
+            **({"entropy": float(columns["entropy"][ran].mean())} if asked else {}),
             **self._distances(start, table, ran),
             **(gap_figures(table.with_proximal(start), ran) if self._scored else {}),
             **loss_figures(used, columns["logprobs"], columns["factor"], ran, cap=cap, clip=clip),

@@ -20,7 +20,7 @@ import threading
 import traceback
 from typing import Any
 
-from asyncrl.envs.env import EnvSpec, Step, awaited, checked
+from asyncrl.envs.env import EnvSpec, Step, awaited, checked_messages
 from asyncrl.errors import AsyncRLError, EpisodeFailed, is_ours, raised_by
 from asyncrl.extensions.children.processes import framed, messages
 from asyncrl.schema import number
@@ -72,7 +72,7 @@ class HostedInstance:
             return found.plain()
         if method == "finish":
             return number(found, "the reward of finish")
-        return checked(found, method) if method == "reset" and found else found
+        return checked_messages(found, method) if method == "reset" and found else found
 
 
 def _told(error: AsyncRLError) -> list[Any]:
