@@ -496,11 +496,14 @@ def test_waiting_threads_of_agents_hold_nobody() -> None:
         contain(loop)
         waiting = [asyncio.create_task(asyncio.to_thread(answered.wait)) for _ in range(100)]
         await asyncio.sleep(0)
-        async with asyncio.timeout(60):
-            await asyncio.to_thread(answered.set)
-            assert await asyncio.gather(*waiting) == [True] * 100
-            with pytest.raises(SystemExit):
-                await loop.run_in_executor(None, sys.exit, 3)
+        try:
+            async with asyncio.timeout(10):
+                await asyncio.to_thread(answered.set)
+                assert await asyncio.gather(*waiting) == [True] * 100
+                with pytest.raises(SystemExit):
+                    await loop.run_in_executor(None, sys.exit, 3)
+        finally:
+            answered.set()
 
     asyncio.run(main())
 
