@@ -53,7 +53,7 @@ test-all: tools te-stub peers history  ## everything that is deterministic (AGEN
 	$(SESSION) -m "$(FREE)"
 
 nightly: tools  ## the tests of test-all that test does not have; PART=2/6 is one part of them
-	ASYNCRL_PART=$(PART) $(SESSION) -m "$(FREE) and nightly"
+	$(SESSION) --part=$(PART) -m "$(FREE) and nightly"
 
 core: setup bubblewrap  ## what is left where extensions are deleted (ARGS="NAME ..." for some)
 	$(BIN)/python scripts/core.py $(ARGS)

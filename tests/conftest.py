@@ -30,8 +30,6 @@ SANDBOXES = (
     "tests/integration/test_agents.py",
 )
 """These tests look for what sandboxes have left anywhere on the machine, so they run one at a time."""
-PART = os.environ.get("ASYNCRL_PART", "")
-"""Such as 2/6: of all files of tests, and of the tests of files whose tests share nothing, only this part runs."""
 
 
 def _files(*names: str) -> tuple[str, ...]:
@@ -67,6 +65,13 @@ class Failures:
             self._terminal.write_line(f" FAILED {report.nodeid} ({report.when})")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """An option and no variable: the pytest that a test starts must run all it is asked for."""
+    parser.addoption(
+        "--part", default="", help="2/6: of all files, and of the tests of files whose tests share nothing, one part"
+    )
+
+
 def pytest_collection_finish() -> None:
     """All test modules, and what they test, are imported."""
     import_hooks.done()
@@ -80,10 +85,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if mark := tier(item.nodeid):
             item.add_marker(mark)
-    others = [item for item in items if PART and not chosen(_alone(item.nodeid), PART)]
-    if others:
+    if part := config.getoption("part"):
+        others = [item for item in items if not chosen(_alone(item.nodeid), part)]
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if chosen(_alone(item.nodeid), PART)]
+        items[:] = [item for item in items if chosen(_alone(item.nodeid), part)]
 
 
 @pytest.hookimpl(tryfirst=True)  # before its fixtures

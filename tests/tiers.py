@@ -4,7 +4,7 @@ A test of tests/integration starts engines, trainers or whole runs. It runs in `
 an entry of DAILY, and is marked `nightly` otherwise: a new one costs nobody minutes until somebody adds it here. What
 README and docs claim of the core should have one in DAILY; what they claim of an extension may be nightly. All other
 tests run in `make test`, unless they begin with an entry of NIGHTLY. CI runs a sixth of the nightly tests, by file,
-which its commit chooses (ASYNCRL_PART=2/6); where the tests of a file share nothing, by test.
+which its commit chooses (--part=2/6); where the tests of a file share nothing, by test.
 """
 
 from __future__ import annotations
