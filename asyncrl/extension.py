@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from asyncrl.rollout.events import Event
     from asyncrl.rollout.groups import ConcurrencyLimiter
     from asyncrl.rollout.parts import PlaysEpisodes
-    from asyncrl.rollout.reporters import RolloutRun
+    from asyncrl.rollout.reporters import RolloutRun, Warn
     from asyncrl.rollout.server import RolloutServer
     from asyncrl.schema import Batch, Completion, Group, Prompt, Trajectory
     from asyncrl.trainer.batch_source import BatchSource
@@ -460,9 +460,9 @@ class PlayerHooks:
         """Return a group that was played to its end as it is handed in (rollout/player.py)."""
         return group
 
-    async def start(self, timeout: float) -> None:
+    async def start(self, timeout: float, warn: Warn) -> None:
         """Wait for what episodes need, for this many seconds. Called once the policy's engines can answer, before
-        agents and environments start. Raises DeadlineExceeded."""
+        agents and environments start. `warn` takes warnings from then on. Raises DeadlineExceeded."""
 
     async def annotate(self, prompt: Prompt, trajectory: Trajectory, group: str) -> list[dict[str, Any]]:
         """Return fields that change in each turn of a training episode. Called when its agent has ended, while its

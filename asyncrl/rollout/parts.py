@@ -177,7 +177,7 @@ class PlayingParts:
     async def start(self) -> None:
         """Start the extensions, then the agents."""
         for hooks in self.hooks:
-            await hooks.start(self.start_timeout)
+            await hooks.start(self.start_timeout, self.warn)
         await start_all(self.agents.values())
 
     def take_sums(self) -> Sums:

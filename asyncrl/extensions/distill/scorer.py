@@ -12,7 +12,7 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import Config
 from asyncrl.errors import EngineError, EpisodeFailed
@@ -22,6 +22,9 @@ from asyncrl.extensions.distill.extension import teacher_of
 from asyncrl.network.addresses import Access, Addresses
 from asyncrl.observability.intervals import TEACHER, spent
 from asyncrl.schema import Prompt, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from asyncrl.rollout.reporters import Warn
 
 REASON = "teacher"
 KEY = "ASYNCRL_TEACHER_API_KEY"
@@ -48,7 +51,7 @@ class TeacherScorer(PlayerHooks):
         self._engines = engines
         self._seconds, self._episodes = 0.0, 0
 
-    async def start(self, timeout: float) -> None:
+    async def start(self, timeout: float, warn: Warn) -> None:
         """Wait for the engines."""
         await self._engines.wait_until_ready(timeout)
 

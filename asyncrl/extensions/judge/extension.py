@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from asyncrl.launch.plan import ProcessSpec
     from asyncrl.network.addresses import Addresses
+    from asyncrl.rollout.reporters import Warn
 
 OWN_FLEET = "ASYNCRL_JUDGES"
 """Environment variable with the addresses of the run's own judge."""
@@ -49,7 +50,7 @@ class JudgeHooks(extension.PlayerHooks):
     def __init__(self, addresses: Any) -> None:
         self._addresses = addresses
 
-    async def start(self, timeout: float) -> None:
+    async def start(self, timeout: float, warn: Warn) -> None:
         """Wait until they are healthy."""
         from asyncrl.extensions.judge.judge import wait_until_healthy
 

@@ -1,5 +1,5 @@
 """What this folder adds: traces through engines and router, their export, /metrics of the rollout process, profiles of
-training steps, and a warning when the log-probabilities of engines and trainer drift apart."""
+training steps, and warnings: the log-probabilities of engines and trainer drift apart, or code blocks all episodes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from asyncrl.user_code import can_import
 if TYPE_CHECKING:
     from asyncrl.config import Config
     from asyncrl.engine.stream import Headers
+    from asyncrl.extensions.observe.blocking import BlockWatch
     from asyncrl.launch.placement import Seat
     from asyncrl.launch.plan import ProcessSpec
     from asyncrl.network.addresses import Addresses
+    from asyncrl.rollout.reporters import Warn
     from asyncrl.trainer.policy import Policy
 
 NAME = "observe"
@@ -98,10 +100,22 @@ def _environment(key: str) -> dict[str, str]:
 
 
 class TracePlayer(extension.PlayerHooks):
-    """The header with which engines continue a trace."""
+    """The header with which engines continue a trace, and the watch over what blocks the event loop."""
 
     def __init__(self, settings: TraceSettings) -> None:
         self._engines = settings.engines
+        self._watch: BlockWatch | None = None
+
+    async def start(self, timeout: float, warn: Warn) -> None:
+        """Begin to watch."""
+        from asyncrl.extensions.observe.blocking import BlockWatch
+
+        self._watch = BlockWatch(warn)
+
+    async def close(self) -> None:
+        """End it."""
+        if self._watch:
+            self._watch.close()
 
     def headers(self, config: Config, addresses: Addresses) -> Headers | None:
         """None if nobody would continue the trace."""

@@ -233,7 +233,7 @@ class Channel:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any) -> None:
         """`kind` is the type of the messages that arrive."""
-        self._reader, self._writer = reader, writer
+        self._reader, self._writer, self._loop = reader, writer, asyncio.get_running_loop()
         self._decode: Callable[[bytes], Any] = msgspec.msgpack.Decoder(kind).decode
 
     def send(self, message: WireMessage) -> None:
@@ -242,8 +242,8 @@ class Channel:
         self._writer.writelines((len(data).to_bytes(SIZE_BYTES), data))
 
     def warn(self, text: str, traceback: str | None = None) -> None:
-        """Send a warning."""
-        self.send(Warned(text, traceback))
+        """Send a warning. It may come from any thread."""
+        self._loop.call_soon_threadsafe(self.send, Warned(text, traceback))
 
     async def drain(self) -> None:
         """Wait until the other end has taken most of what was sent."""
