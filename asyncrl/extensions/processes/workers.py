@@ -43,6 +43,8 @@ from asyncrl.schema import Group, Prompt, Trajectory
 LOSSES = 3
 """A group that has lost its process so often is rejected for the reason "process", and the attempts at a question of an
 evaluation fail: they may be what kills them."""
+TOLD_SECONDS = 5.0
+"""Seconds after which a warning says that a process was lost. At the end of a run, which takes less, all are."""
 
 
 class EpisodeWorkers:
@@ -355,7 +357,8 @@ class EpisodeWorkers:
         self._past_proxies += connection.proxies
         self._lost += 1
         if connection.groups:
-            self._warn(f"episodes-{connection.number} was lost; its {len(connection.groups)} groups are played anew")
+            text = f"episodes-{connection.number} was lost; its {len(connection.groups)} groups are played anew"
+            asyncio.get_running_loop().call_later(TOLD_SECONDS, self._warn, text)
         connection.lost(EpisodeFailed(LOST, f"the process episodes-{connection.number} was lost"))
         async with self._changed:
             self._changed.notify_all()

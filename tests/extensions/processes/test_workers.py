@@ -112,6 +112,20 @@ def test_at_bound_0_deaths_change_no_byte_of_the_batches() -> None:
     assert replayed
 
 
+@pytest.mark.parametrize("seconds", [0.0, 600.0], ids=["the run goes on", "the run ends meanwhile"])
+def test_lost_process_is_told_if_the_run_goes_on(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "TOLD_SECONDS", seconds)
+    replayed, warnings = 0.0, list[str]()
+    for seed in range(8):
+        made = ManyProcesses(RecordedEngine(seed), batch_groups=3, group_size=2, max_staleness=0, processes=2)
+        made.pool._warn = lambda text, traceback=None: warnings.append(text)
+        dying = Deaths(made, random.Random(seed), STEPS)
+        made.batches(STEPS, dying.after)
+        replayed += dying.told()["processes/replayed"]
+    assert replayed
+    assert any("are played anew" in one for one in warnings) == (seconds == 0)
+
+
 def test_processes_render_questions_and_drop_failing_ones() -> None:
     made = ManyProcesses(RecordedEngine(0), batch_groups=1, group_size=1, max_staleness=0, processes=2)
     pool: Any = made.pool
