@@ -136,7 +136,7 @@ def advice(run_dir: Path, arguments: Sequence[str], config: Config) -> str:
     """Return what a stopped run goes on from, and the command with which it does."""
     versions = CheckpointStore(run_dir).versions()
     if not versions and not (config.own_mode and config.own_mode.continues):
-        return "; it has no checkpoint (checkpoint.every), so it starts over"
+        return f"; it has no checkpoint{' (checkpoint.every)' if config.trains else ''}, so it starts over"
     kept = [one for one in arguments if not one.startswith(("resume=", "run.dir=", "run.overwrite="))]
     command = shlex.join(["asyncrl-train", *kept, argument("run.dir", str(run_dir)), "resume=auto"])
     newest = f"the newest checkpoint is version {max(versions)}" if versions else "what it has done so far is kept"

@@ -12,6 +12,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import imagined, place
 from asyncrl.launch.plan import plan
+from asyncrl.launch.resume import advice
 from tests.fakes import addresses, tiny_config
 
 ALONE = {"mode": "rollout_only", "record": True}
@@ -24,6 +25,11 @@ def test_process_takes_batches_for_the_trainers_and_ends_it() -> None:
     assert [spec.name for spec in specs if spec.ends_the_run] == ["collect"]
     assert specs[-1].argv[-2:] == ["asyncrl.extensions.collect.program", "/runs/r"]
     assert (config.trains, config.generates) == (False, True)
+
+
+def test_stopped_run_is_not_told_to_set_what_is_refused(tmp_path: Path) -> None:
+    assert advice(tmp_path, [], tiny_config(**ALONE)) == "; it has no checkpoint, so it starts over"
+    assert "(checkpoint.every)" in advice(tmp_path, [], tiny_config())
 
 
 @pytest.mark.parametrize(
