@@ -28,6 +28,11 @@ async def polite(until):
     while not until():
         await asyncio.sleep(0.01)
 
+async def brief(until):
+    while not until():
+        time.sleep(0.005)
+        await asyncio.sleep(0)
+
 async def asks(generate):
     await generate()
 """
@@ -69,12 +74,14 @@ def test_code_that_blocks_is_named_once_with_its_line(agent: Callable[[str], Any
     assert f"{tmp_path}/blocking_agent.py:6, in wait: await an asynchronous client" in warning
 
 
-def test_code_that_awaits_is_not_named(agent: Callable[[str], Any]) -> None:
-    async def polite(_: list[str]) -> None:
+@pytest.mark.parametrize("name", ["polite", "brief"])
+def test_code_that_awaits_is_not_named(name: str, agent: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def awaits(_: list[str]) -> None:
         end = time.monotonic() + 0.3
-        await agent("polite")(lambda: time.monotonic() > end)
+        await agent(name)(lambda: time.monotonic() > end)
 
-    assert asyncio.run(watched(polite)) == []
+    monkeypatch.setattr(blocking, "LONG", 0.05 if name == "polite" else DEADLINE)
+    assert asyncio.run(watched(awaits)) == []
 
 
 def test_what_is_ours_is_not_named(agent: Callable[[str], Any]) -> None:
