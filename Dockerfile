@@ -17,14 +17,14 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends \
         g++ python3-dev python3-venv libnuma1 libibverbs1 ibverbs-providers librdmacm1 \
         bubblewrap libseccomp2 \
-    && rm -rf /var/lib/apt/lists/* \
+    && apt-get clean && rm -rf /var/lib/apt/lists/* \
     && userdel --remove ubuntu
 ENV CUDA_HOME=/usr/local/cuda
 
 FROM ${CPU_BASE} AS base-cpu
 RUN apt-get update \
     && apt-get install -y --no-install-recommends bubblewrap libseccomp2 \
-    && rm -rf /var/lib/apt/lists/*
+    && apt-get clean && rm -rf /var/lib/apt/lists/*
 
 # The project's wheel, by build tools out of the lock, which stay here.
 FROM base-${VARIANT} AS wheel
@@ -48,7 +48,7 @@ FROM base-${VARIANT} AS environment
 ARG VARIANT
 ARG PIP_EXTRA_INDEX_URL
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && apt-get clean && rm -rf /var/lib/apt/lists/*
 RUN python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:${PATH}
 COPY requirements/${VARIANT}.txt /tmp/lock.txt

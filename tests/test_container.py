@@ -99,12 +99,12 @@ def test_pip_resolves_nothing_and_keeps_no_cache() -> None:
         assert not pip or environment["PIP_NO_CACHE_DIR"] == "1", stage.name
 
 
-def test_apt_takes_no_more_than_it_is_told_and_leaves_no_lists() -> None:
+def test_apt_takes_no_more_than_it_is_told_and_leaves_no_files() -> None:
     commands = [step.text for step in instructions(TEXT) if step.word == "RUN" and "apt-get install" in step.text]
     assert commands
     for command in commands:
         assert "--no-install-recommends" in command
-        assert "rm -rf /var/lib/apt/lists/*" in command
+        assert "&& apt-get clean && rm -rf /var/lib/apt/lists/*" in command
 
 
 def test_build_tools_are_all_in_the_locks() -> None:
