@@ -269,17 +269,12 @@ def _frozen(config: Config, addresses: Addresses, placement: Placement, run_dir:
         section = config.frozen[role]
         for number, seat in enumerate(seats):
             gpu = on_gpu(section, addresses.gpus)
-            shown = {"nccl_port": _meeting(section, seat.meeting), **_shown(run_dir, seat.url)}
+            # SGLang needs a port for each replica of the whole model (dp_size); those of attention share one.
+            port = seat.meeting if int(section.server_args.get("dp_size") or 1) == 1 else None
+            shown = {"nccl_port": port, **_shown(run_dir, seat.url)}
             full = frozen_argv(section, addresses.frozen_models[role], seat.url, gpu=gpu, **shown)
             specs.append(_engine(f"{role}-{number}", full, {}, config, section, addresses, seat))
     return specs
-
-
-def _meeting(section: AuxiliaryModelConfig, port: int) -> int | None:
-    """Return the rendezvous port of the ranks of such an engine; None with replicas of the whole model
-    (dp_size), for which SGLang needs a port each. Replicas of attention, which the policy's engines may have, share
-    one."""
-    return port if int(section.server_args.get("dp_size") or 1) == 1 else None
 
 
 def _trainers(config: Config, addresses: Addresses, placement: Placement, run_dir: Path) -> list[ProcessSpec]:

@@ -64,7 +64,7 @@ class Episode:
     ) -> Completion:
         """Generate a continuation of exactly these tokens. The agent's timeout is suspended while an engine answers."""
         if asyncio.get_running_loop() is not self._loop:
-            raise RuntimeError("another event loop: asyncio.run_coroutine_threadsafe(generate(...), the agent's loop)")
+            raise RuntimeError("in another event loop, call asyncio.run_coroutine_threadsafe(generate(ids), loop)")
         given = {"token_ids": token_ids, "max_new_tokens": max_new_tokens, "role": role, "stop": stop}
         asked = msgspec.convert(given, AgentRequest)  # the agent's mistakes are raised in the agent
         self._asking += 1

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from asyncrl.rollout.reporters import Warn
 
 LONG = 2.0
-"""Seconds without a turn of the event loop after which a thread looks where it is. Shorter blocks are not found."""
+"""Seconds without a turn of the event loop after which a thread looks where it is: long enough for a warning, whatever
+else a busy machine does. Shorter blocks are not found."""
 EVERY = 0.5
-"""Seconds between two looks. Code has to be seen by two in a row: at one, all processes might have been suspended."""
-
+"""Seconds between two looks. Two in a row must see the same function: the process might have been suspended at one."""
 PACKAGE = f"{Path(asyncrl.__file__).parent}/"
 
 
@@ -29,7 +29,8 @@ class BlockWatch:
     the loop. What blocks it forever ends the run with its stack (launch/stalls.py)."""
 
     def __init__(self, warn: Warn) -> None:
-        self._warn, self._loops_thread = warn, threading.get_ident()
+        self._warn = warn
+        self._loops_thread = threading.get_ident()
         self._turn = time.monotonic()
         self._ended = threading.Event()
         self._turns = asyncio.create_task(self._take_turns())
@@ -46,7 +47,8 @@ class BlockWatch:
             self._turn = time.monotonic()
 
     def _look(self) -> None:
-        before, told = None, set[CodeType]()
+        before = None
+        told = set[CodeType]()
         while not self._ended.wait(EVERY):
             still = time.monotonic() - self._turn - EVERY
             frame = _of_user(sys._current_frames().get(self._loops_thread)) if still > LONG else None

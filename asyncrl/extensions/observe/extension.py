@@ -99,7 +99,7 @@ def _environment(key: str) -> dict[str, str]:
     }
 
 
-class TracePlayer(extension.PlayerHooks):
+class ObservePlayer(extension.PlayerHooks):
     """The header with which engines continue a trace, and the watch over what blocks the event loop."""
 
     def __init__(self, settings: TraceSettings) -> None:
@@ -191,7 +191,7 @@ class Observe(extension.Extension):
 
     def player(self, config: Config, addresses: Addresses) -> extension.PlayerHooks:
         """Return the hooks in a process that plays episodes."""
-        return TracePlayer(self.settings)
+        return ObservePlayer(self.settings)
 
 
 Own = Observe

@@ -233,7 +233,8 @@ class Channel:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any) -> None:
         """`kind` is the type of the messages that arrive."""
-        self._reader, self._writer, self._loop = reader, writer, asyncio.get_running_loop()
+        self._reader, self._writer = reader, writer
+        self._loop = asyncio.get_running_loop()
         self._decode: Callable[[bytes], Any] = msgspec.msgpack.Decoder(kind).decode
 
     def send(self, message: WireMessage) -> None:

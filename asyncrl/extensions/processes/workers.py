@@ -44,7 +44,8 @@ LOSSES = 3
 """A group that has lost its process so often is rejected for the reason "process", and the attempts at a question of an
 evaluation fail: they may be what kills them."""
 TOLD_SECONDS = 5.0
-"""Seconds after which a warning says that a process was lost. At the end of a run, which takes less, all are."""
+"""Seconds until a warning tells of a lost process. All are lost when a run ends, which takes less (CLOSE_SECONDS in
+rollout/serving.py)."""
 
 
 class EpisodeWorkers:

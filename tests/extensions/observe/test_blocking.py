@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,3 +92,16 @@ def test_what_is_ours_is_not_named(agent: Callable[[str], Any]) -> None:
         await agent("asks")(ours["generate"])
 
     assert asyncio.run(watched(asks)) == []
+
+
+def test_code_that_only_one_look_has_seen_is_not_named(
+    agent: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functions = [(None for _ in "a"), (None for _ in "b")]
+    looks = itertools.cycle(function.gi_frame for function in functions)
+    monkeypatch.setattr(blocking, "_of_user", lambda frame: next(looks))
+
+    async def blocks(_: list[str]) -> None:
+        time.sleep(0.3)  # noqa: ASYNC251
+
+    assert asyncio.run(watched(blocks)) == []
